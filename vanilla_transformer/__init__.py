@@ -1,0 +1,53 @@
+"""The original Transformer (Vaswani et al., 2017) for training translation models with the Hugging Face tools.
+
+Importing this package registers its configuration, models and tokenizer with the Auto classes of transformers.
+"""
+
+import os
+import sys
+from importlib import import_module
+
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "VanillaTransformerConfig": "configuration_vanilla_transformer",
+    "VanillaTransformerForConditionalGeneration": "modeling_vanilla_transformer",
+    "VanillaTransformerModel": "modeling_vanilla_transformer",
+    "VanillaTransformerTokenizer": "tokenization_vanilla_transformer",
+}
+
+__all__ = [*_HOMES]
+
+
+def register() -> None:
+    """Register configuration, models and tokenizer with the Auto classes; a second call does nothing."""
+    from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from .configuration_vanilla_transformer import VanillaTransformerConfig
+    from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerModel
+    from .tokenization_vanilla_transformer import VanillaTransformerTokenizer
+
+    if VanillaTransformerConfig.model_type in CONFIG_MAPPING:
+        return
+    AutoConfig.register(VanillaTransformerConfig.model_type, VanillaTransformerConfig)
+    AutoModel.register(VanillaTransformerConfig, VanillaTransformerModel)
+    AutoModelForSeq2SeqLM.register(VanillaTransformerConfig, VanillaTransformerForConditionalGeneration)
+    AutoTokenizer.register(VanillaTransformerConfig, tokenizer_class=VanillaTransformerTokenizer)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# Importing torch takes seconds. The console script answers --help and mistyped options without it, and registers when
+# a verb starts to work.
+if os.path.splitext(os.path.basename(sys.argv[0] if sys.argv else ""))[0] != "vanilla-transformer":
+    register()

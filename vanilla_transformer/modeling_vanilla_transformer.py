@@ -1,0 +1,800 @@
+"""The Transformer of Vaswani et al. (2017), "Attention Is All You Need", as a Hugging Face model.
+
+Shapes in comments: B batch, S source positions, T target positions (or positions of either side where a module serves
+both), D d_model, H heads, K width of a query or key, V width of a value, F d_ff, W vocabulary entries.
+
+Parameter names are those of BART and Marian.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_vanilla_transformer import VanillaTransformerConfig
+
+
+def shift_tokens_right(labels: torch.Tensor, *, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
+    """Make decoder inputs out of labels: "the output embeddings are offset by one position" (§3.1).
+
+    Args:
+        labels: Target ids [B, T]; positions without a loss hold -100.
+        pad_token_id: Id that stands in for -100.
+        decoder_start_token_id: Id of the first decoder input.
+
+    Returns:
+        Ids [B, T]: the start id, then all labels but the last.
+    """
+    start = labels.new_full((labels.shape[0], 1), decoder_start_token_id)
+    shifted = torch.cat([start, labels[:, :-1]], dim=1)
+    return shifted.masked_fill(shifted == -100, pad_token_id)
+
+
+def translation_loss(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """Cross-entropy of the target tokens, without label smoothing, so that it compares across training options.
+
+    Args:
+        logits: [B, T, W], position t scoring label t (nothing is shifted here).
+        labels: [B, T]; -100 where there is no loss.
+        num_items_in_batch: Number of target tokens that the sum is divided by: those of the whole optimiser step when
+            a batch is cut into several. `None` means those of this batch.
+
+    Returns:
+        A scalar, in float32 or wider.
+    """
+    # Half-precision logits lose the small probabilities that make up most of the sum.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten().to(logits.device), ignore_index=-100, reduction="sum"
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (labels != -100).sum()
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention, softmax(Q K^T / sqrt(d_k)) V (§3.2.1, Eq. 1), with the weights as second result.
+
+    Args:
+        module: The attention module; only its `training` flag is read.
+        query: [B, H, T, K].
+        key: [B, H, S, K].
+        value: [B, H, S, V].
+        attention_mask: Added to the scores, broadcast to [B, H, T, S]; the dtype's minimum where attention is barred.
+        scaling: d_k^-0.5.
+        dropout: Dropout probability on the weights.
+        **kwargs: Ignored; other attention functions use them.
+
+    Returns:
+        The heads' outputs [B, T, H, V] and the weights [B, H, T, S].
+    """
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    # Softmax in float32 or wider: in half precision the weights of a long sentence no longer sum to 1.
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2), weights
+
+
+class VanillaTransformerAttention(nn.Module):
+    """Multi-head attention, Concat(head_1, ..., head_h) W^O (§3.2.2), with free widths d_k and d_v."""
+
+    def __init__(self, config: VanillaTransformerConfig, *, num_heads: int, is_causal: bool, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal
+        self.num_heads = num_heads
+        self.d_k = config.d_model // num_heads if config.d_k is None else config.d_k
+        self.d_v = config.d_model // num_heads if config.d_v is None else config.d_v
+        self.scaling = self.d_k**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.q_proj = nn.Linear(config.d_model, num_heads * self.d_k, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.d_model, num_heads * self.d_k, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.d_model, num_heads * self.d_v, bias=config.attention_bias)
+        self.out_proj = nn.Linear(num_heads * self.d_v, config.d_model, bias=config.attention_bias)
+
+    def project_queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Queries [B, H, T, K] of hidden states [B, T, D]."""
+        return self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
+
+    def project_keys_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, H, S, K] and values [B, H, S, V] of hidden states [B, S, D]."""
+        keys = self.k_proj(hidden_states).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
+        values = self.v_proj(hidden_states).unflatten(-1, (self.num_heads, self.d_v)).transpose(1, 2)
+        return keys, values
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend, join the heads and project them: output [B, T, D], and the weights where the backend has them."""
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        heads, weights = attention_interface(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.out_proj(heads.flatten(2)), weights
+
+
+class VanillaTransformerSelfAttention(VanillaTransformerAttention):
+    """Attention of a sequence to itself; in the decoder, of every position to those up to it (§3.2.3)."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within `hidden_states` [B, T, D] and, when decoding, to the positions that the cache holds."""
+        queries = self.project_queries(hidden_states)
+        keys, values = self.project_keys_values(hidden_states)
+        if past_key_values is not None:
+            if isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values = past_key_values.self_attention_cache
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        return self.attend(queries, keys, values, attention_mask, **kwargs)
+
+
+class VanillaTransformerCrossAttention(VanillaTransformerAttention):
+    """Attention of the decoder's positions to the encoder's output (§3.2.3)."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from `hidden_states` [B, T, D] to `encoder_hidden_states` [B, S, D], projected once a sentence."""
+        queries = self.project_queries(hidden_states)
+        if isinstance(past_key_values, EncoderDecoderCache):
+            cache = past_key_values.cross_attention_cache
+            if past_key_values.is_updated.get(self.layer_idx):
+                keys, values = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+            else:
+                keys, values = cache.update(*self.project_keys_values(encoder_hidden_states), self.layer_idx)
+                past_key_values.is_updated[self.layer_idx] = True
+        else:
+            keys, values = self.project_keys_values(encoder_hidden_states)
+        return self.attend(queries, keys, values, attention_mask, **kwargs)
+
+
+class VanillaTransformerLayer(GradientCheckpointingLayer):
+    """What encoder and decoder layers share: residual connections around sub-layers, and the feed-forward network."""
+
+    def __init__(self, config: VanillaTransformerConfig, *, ffn_dim: int):
+        super().__init__()
+        self.pre_norm = config.norm_position == "pre"
+        self.dropout = config.dropout
+        self.activation_dropout = config.activation_dropout
+        self.activation_fn = ACT2FN[config.activation_function]
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.fc1 = nn.Linear(config.d_model, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, config.d_model)
+        self.final_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Position-wise feed-forward network, max(0, x W_1 + b_1) W_2 + b_2 (§3.3, Eq. 2), on [B, T, D]."""
+        hidden_states = self.activation_fn(self.fc1(hidden_states))
+        hidden_states = nn.functional.dropout(hidden_states, p=self.activation_dropout, training=self.training)
+        return self.fc2(hidden_states)
+
+    def sublayer(
+        self, hidden_states: torch.Tensor, norm: nn.LayerNorm, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """LayerNorm(x + Dropout(Sublayer(x))) (§3.1, §5.4), or the pre-norm order by configuration."""
+        output = function(norm(hidden_states) if self.pre_norm else hidden_states)
+        output = hidden_states + nn.functional.dropout(output, p=self.dropout, training=self.training)
+        return output if self.pre_norm else norm(output)
+
+
+class VanillaTransformerEncoderLayer(VanillaTransformerLayer):
+    """Self-attention, then the feed-forward network (§3.1, Figure 1, left)."""
+
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
+        super().__init__(config, ffn_dim=config.encoder_ffn_dim)
+        self.self_attn = VanillaTransformerSelfAttention(
+            config, num_heads=config.encoder_attention_heads, is_causal=False, layer_idx=layer_idx
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Map hidden states [B, S, D] to hidden states [B, S, D]."""
+
+        def attend(normed: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(normed, attention_mask, **kwargs)[0]
+
+        hidden_states = self.sublayer(hidden_states, self.self_attn_layer_norm, attend)
+        return self.sublayer(hidden_states, self.final_layer_norm, self.feed_forward)
+
+
+class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
+    """Causal self-attention, attention to the encoder, then the feed-forward network (§3.1, Figure 1, right)."""
+
+    def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
+        super().__init__(config, ffn_dim=config.decoder_ffn_dim)
+        self.self_attn = VanillaTransformerSelfAttention(
+            config, num_heads=config.decoder_attention_heads, is_causal=True, layer_idx=layer_idx
+        )
+        self.encoder_attn = VanillaTransformerCrossAttention(
+            config, num_heads=config.decoder_attention_heads, is_causal=False, layer_idx=layer_idx
+        )
+        self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """Map hidden states [B, T, D] to hidden states [B, T, D], looking at `encoder_hidden_states` [B, S, D]."""
+
+        def attend(normed: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(normed, attention_mask, past_key_values, **kwargs)[0]
+
+        def attend_to_encoder(normed: torch.Tensor) -> torch.Tensor:
+            return self.encoder_attn(normed, encoder_hidden_states, encoder_attention_mask, past_key_values, **kwargs)[
+                0
+            ]
+
+        hidden_states = self.sublayer(hidden_states, self.self_attn_layer_norm, attend)
+        hidden_states = self.sublayer(hidden_states, self.encoder_attn_layer_norm, attend_to_encoder)
+        return self.sublayer(hidden_states, self.final_layer_norm, self.feed_forward)
+
+
+class VanillaTransformerScaledEmbedding(nn.Embedding):
+    """Token embeddings multiplied by sqrt(d_model) (§3.4), inside, so that `inputs_embeds` need no further factor."""
+
+    def __init__(self, config: VanillaTransformerConfig, vocab_size: int):
+        super().__init__(vocab_size, config.d_model, padding_idx=config.pad_token_id)
+        self.scale = config.d_model**0.5 if config.scale_embedding else 1.0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Map ids [B, T] to vectors [B, T, D]."""
+        return super().forward(input_ids) * self.scale
+
+
+class VanillaTransformerSinusoidalPositions(nn.Module):
+    """Sine and cosine of the position at wavelengths in geometric progression (§3.5).
+
+    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)) and PE(pos, 2i+1) = cos(the same), computed from the position ids:
+    there is no table to outgrow, to fill after loading or to round to half precision.
+    """
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__()
+        self.num_pairs = config.d_model // 2
+        self.layout = config.sinusoidal_layout
+        self.exponent_denominator = self.num_pairs - (1 if config.sinusoidal_exponent == "tensor2tensor" else 0)
+
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Map position ids [B, T] to vectors [B, T, D] of `dtype`."""
+        # In bfloat16 the angles of most positions beyond 256 coincide.
+        wide = torch.promote_types(dtype, torch.float32)
+        pair = torch.arange(self.num_pairs, dtype=wide, device=position_ids.device)
+        angles = position_ids[..., None].to(wide) / torch.pow(10000.0, pair / self.exponent_denominator)
+        if self.layout == "interleaved":
+            return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(dtype)
+        return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
+
+
+class VanillaTransformerLearnedPositions(nn.Embedding):
+    """One learned vector for each of `max_position_embeddings` positions (Table 3, row E)."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config.max_position_embeddings, config.d_model)
+
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Map position ids [B, T], each below `max_position_embeddings`, to vectors [B, T, D] of `dtype`."""
+        return super().forward(position_ids).to(dtype)
+
+
+class VanillaTransformerPreTrainedModel(PreTrainedModel):
+    """What every model of the family shares: initialisation and what the library needs to know."""
+
+    config: VanillaTransformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["VanillaTransformerEncoderLayer", "VanillaTransformerDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Xavier-uniform matrices and N(0, d_model^-0.5) embeddings, as the authors' code of June 2017 has them."""
+        std = self.config.d_model**-0.5 if self.config.init_std is None else self.config.init_std
+        if module is getattr(self, "lm_head", None):
+            # An output projection that is not tied starts like the embedding that it replaces.
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=std)
+            # The slice loses the mark of a loaded tensor, which `init` would respect.
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, VanillaTransformerForConditionalGeneration) and module.final_logits_bias is not None:
+            init.zeros_(module.final_logits_bias)
+
+
+class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
+    """What encoder and decoder share: embeddings, positions, and the last normalisation of the pre-norm order."""
+
+    def __init__(self, config: VanillaTransformerConfig, *, vocab_size: int):
+        super().__init__(config)
+        self.embed_tokens = VanillaTransformerScaledEmbedding(config, vocab_size)
+        if config.position_embedding_type == "learned":
+            self.embed_positions = VanillaTransformerLearnedPositions(config)
+        else:
+            self.embed_positions = VanillaTransformerSinusoidalPositions(config)
+        self.layer_norm = (
+            nn.LayerNorm(config.d_model, eps=config.layer_norm_eps) if config.norm_position == "pre" else None
+        )
+        self.gradient_checkpointing = False
+
+    def embed(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        num_past_positions: int | torch.Tensor = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Add positions to embeddings, with dropout on the sum (§3.4, §3.5, §5.4).
+
+        Returns:
+            The hidden states that enter the first layer [B, T, D], the token embeddings [B, T, D] and the position ids
+            [B or 1, T].
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                f"{type(self).__name__} got {'neither' if input_ids is None else 'both'} of token ids and embeddings; "
+                "pass exactly one of them."
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if position_ids is None:
+            # A static cache counts its positions on the device; looking at that number would wait for the device.
+            num_positions = inputs_embeds.shape[1] + (
+                0 if isinstance(num_past_positions, torch.Tensor) else num_past_positions
+            )
+            if (
+                self.config.position_embedding_type == "learned"
+                and num_positions > self.config.max_position_embeddings
+            ):
+                raise ValueError(
+                    f"{type(self).__name__} got {num_positions} positions, but `max_position_embeddings` is "
+                    f"{self.config.max_position_embeddings}; shorten the text, or build a model with more learned or "
+                    "with sinusoidal positions."
+                )
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + num_past_positions
+            position_ids = position_ids.unsqueeze(0)
+        hidden_states = inputs_embeds + self.embed_positions(position_ids, inputs_embeds.dtype)
+        hidden_states = nn.functional.dropout(hidden_states, p=self.config.dropout, training=self.training)
+        return hidden_states, inputs_embeds, position_ids
+
+
+class VanillaTransformerEncoder(VanillaTransformerStack):
+    """The stack of encoder layers (§3.1)."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": VanillaTransformerEncoderLayer,
+        "attentions": OutputRecorder(VanillaTransformerSelfAttention, index=1),
+    }
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config, vocab_size=config.vocab_size)
+        self.layers = nn.ModuleList([VanillaTransformerEncoderLayer(config, i) for i in range(config.encoder_layers)])
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        """Encode source sentences.
+
+        Args:
+            input_ids: Source ids [B, S]; or pass `inputs_embeds`.
+            attention_mask: [B, S], 1 for tokens and 0 for padding; `None` means no padding.
+            inputs_embeds: Scaled token embeddings [B, S, D].
+            position_ids: [B, S], from 0 on; `None` counts from the left.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            The last layer's hidden states [B, S, D] and what was asked for.
+        """
+        hidden_states, inputs_embeds, _ = self.embed(input_ids, inputs_embeds, position_ids)
+        attention_mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask
+        )
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask, **kwargs)
+        if self.layer_norm is not None:
+            hidden_states = self.layer_norm(hidden_states)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+class VanillaTransformerDecoder(VanillaTransformerStack):
+    """The stack of decoder layers (§3.1)."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": VanillaTransformerDecoderLayer,
+        "attentions": OutputRecorder(VanillaTransformerSelfAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(VanillaTransformerCrossAttention, index=1, layer_name="encoder_attn"),
+    }
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config, vocab_size=config.decoder_vocab_size)
+        self.layers = nn.ModuleList([VanillaTransformerDecoderLayer(config, i) for i in range(config.decoder_layers)])
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.FloatTensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Decode target positions, each seeing those up to it and the whole source.
+
+        Args:
+            input_ids: Target ids [B, T], shifted right; or pass `inputs_embeds`.
+            attention_mask: [B, past + T], 1 for tokens and 0 for padding; `None` means no padding.
+            encoder_hidden_states: The encoder's output [B, S, D].
+            encoder_attention_mask: [B, S], as the encoder had it.
+            past_key_values: Keys and values of earlier positions, and of the source once it was seen.
+            inputs_embeds: Scaled token embeddings [B, T, D].
+            position_ids: [B, T]; `None` counts on from the cache's length.
+            use_cache: Whether to return keys and values for the next call.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            The last layer's hidden states [B, T, D], the cache and what was asked for.
+        """
+        if use_cache and past_key_values is None:
+            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        num_past_positions = past_key_values.get_seq_length() if past_key_values is not None else 0
+        hidden_states, inputs_embeds, position_ids = self.embed(
+            input_ids, inputs_embeds, position_ids, num_past_positions
+        )
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=(
+                past_key_values.self_attention_cache
+                if isinstance(past_key_values, EncoderDecoderCache)
+                else past_key_values
+            ),
+            position_ids=position_ids,
+        )
+        encoder_attention_mask = create_bidirectional_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=encoder_attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+        )
+        for layer in self.layers:
+            # Positional, or re-entrant checkpointing loses the gradients of both.
+            hidden_states = layer(
+                hidden_states,
+                causal_mask,
+                encoder_hidden_states,
+                encoder_attention_mask=encoder_attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        if self.layer_norm is not None:
+            hidden_states = self.layer_norm(hidden_states)
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
+        )
+
+
+class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
+    """Encoder and decoder, without the output projection (§3.1, Figure 1)."""
+
+    _tied_weights_keys = {  # noqa: RUF012
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+    }
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config)
+        if config.share_encoder_decoder_embeddings:
+            self.shared = VanillaTransformerScaledEmbedding(config, config.vocab_size)
+        self.encoder = VanillaTransformerEncoder(config)
+        self.decoder = VanillaTransformerDecoder(config)
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Ties of the two embeddings. The library's rule would undo them with the tie of the output projection."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        return dict(self._tied_weights_keys) if self.config.share_encoder_decoder_embeddings else {}
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Token embeddings of the encoder, which are the decoder's too unless their tie is undone."""
+        return self.shared if self.config.share_encoder_decoder_embeddings else self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embeddings: both where they are shared, else the encoder's."""
+        if self.config.share_encoder_decoder_embeddings:
+            self.shared = value
+            self.decoder.embed_tokens = value
+        self.encoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """Encode the source, unless `encoder_outputs` is given, and decode the target.
+
+        Args:
+            input_ids: Source ids [B, S]; or `inputs_embeds`, or `encoder_outputs`.
+            attention_mask: [B, S], 1 for source tokens and 0 for padding; also masks `encoder_outputs`.
+            decoder_input_ids: Target ids [B, T], shifted right; or `decoder_inputs_embeds`.
+            decoder_attention_mask: [B, past + T], 1 for target tokens and 0 for padding.
+            encoder_outputs: What the encoder returned for this source.
+            past_key_values: The decoder's cache.
+            inputs_embeds: Scaled source embeddings [B, S, D].
+            decoder_inputs_embeds: Scaled target embeddings [B, T, D].
+            decoder_position_ids: [B, T]; `None` counts on from the cache's length.
+            use_cache: Whether to return the cache.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            The decoder's hidden states [B, T, D], the encoder's [B, S, D], the cache and what was asked for.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            )
+        elif not isinstance(encoder_outputs, BaseModelOutput):
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=decoder_inputs_embeds,
+            position_ids=decoder_position_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            past_key_values=decoder_outputs.past_key_values,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedModel, GenerationMixin):
+    """The translation model: encoder, decoder and the projection to the vocabulary (§3.1, §3.4)."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}  # noqa: RUF012
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config)
+        self.model = VanillaTransformerModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.decoder_vocab_size, bias=False)
+        self.final_logits_bias = (
+            nn.Buffer(torch.zeros(1, config.decoder_vocab_size)) if config.final_logits_bias else None
+        )
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Tie of the output projection to the decoder's embedding, which `shared` holds where both sides share it."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        if not self.config.tie_word_embeddings:
+            return {}
+        source = "shared" if self.config.share_encoder_decoder_embeddings else "decoder.embed_tokens"
+        return {"lm_head.weight": f"model.{source}.weight"}
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Change the size of the vocabulary that encoder and decoder share.
+
+        Args:
+            new_num_tokens: New number of entries; `None` keeps it.
+            pad_to_multiple_of: Round the number up to a multiple of this.
+            mean_resizing: Draw new rows around the mean of the old ones, as transformers does.
+
+        Returns:
+            The resized embeddings.
+
+        Raises:
+            ValueError: Encoder and decoder have vocabularies of their own.
+        """
+        if not self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "`resize_token_embeddings` changes one vocabulary that both sides share, and this model has two "
+                "(`share_encoder_decoder_embeddings` is false); build a model of the new sizes instead."
+            )
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.decoder_vocab_size = self.config.vocab_size
+        if self.final_logits_bias is not None:
+            resized = self.final_logits_bias.new_zeros(1, self.config.vocab_size)
+            kept = min(self.final_logits_bias.shape[1], self.config.vocab_size)
+            resized[:, :kept] = self.final_logits_bias[:, :kept]
+            self.final_logits_bias = nn.Buffer(resized)
+        return embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        """Score every next target token, and compute the loss when `labels` are given.
+
+        Args:
+            input_ids: Source ids [B, S]; or `inputs_embeds`, or `encoder_outputs`.
+            attention_mask: [B, S], 1 for source tokens and 0 for padding; also masks `encoder_outputs`.
+            decoder_input_ids: Target ids [B, T], shifted right; made from `labels` when absent.
+            decoder_attention_mask: [B, past + T], 1 for target tokens and 0 for padding.
+            encoder_outputs: What the encoder returned for this source.
+            past_key_values: The decoder's cache.
+            inputs_embeds: Scaled source embeddings [B, S, D].
+            decoder_inputs_embeds: Scaled target embeddings [B, T, D].
+            decoder_position_ids: [B, T]; `None` counts on from the cache's length.
+            labels: Target ids [B, T] ending with `</s>`; -100 where there is no loss.
+            num_items_in_batch: Number of target tokens that divides the summed loss; `None` means this batch's.
+            use_cache: Whether to return the cache; without effect when `labels` are given.
+            logits_to_keep: Compute only the last so many positions' logits, or those at these indices; 0 means all.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            Logits [B, T, W], the loss when there are labels, the cache and what was asked for.
+        """
+        if labels is not None:
+            use_cache = False
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = shift_tokens_right(
+                    labels,
+                    pad_token_id=self.config.pad_token_id,
+                    decoder_start_token_id=self.config.decoder_start_token_id,
+                )
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            decoder_position_ids=decoder_position_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        if self.final_logits_bias is not None:
+            logits = logits + self.final_logits_bias
+        return Seq2SeqLMOutput(
+            loss=None if labels is None else translation_loss(logits, labels, num_items_in_batch),
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
+        )
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Decoder inputs [B, T] for labels [B, T]; the name is the one that transformers' data collators call."""
+        return shift_tokens_right(
+            labels, pad_token_id=self.config.pad_token_id, decoder_start_token_id=self.config.decoder_start_token_id
+        )
+
+
+__all__ = [
+    "VanillaTransformerForConditionalGeneration",
+    "VanillaTransformerModel",
+    "VanillaTransformerPreTrainedModel",
+]

@@ -1,0 +1,152 @@
+"""The vocabulary that source and target share: byte-level byte-pair encoding (§5.1 uses a shared BPE vocabulary)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
+SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
+
+
+class VanillaTransformerTokenizer(TokenizersBackend):
+    """Byte-level BPE without a normaliser: every string without lone surrogates comes back from its ids unchanged.
+
+    Ids 0 to 4 are `<pad>`, `<s>`, `</s>`, `<unk>` and `<mask>`, the next 256 are the bytes. A text ends with `</s>`.
+    The special tokens' names inside a text stay text.
+
+    Args:
+        vocab: Mapping of tokens to ids; `None` means the special tokens and the 256 bytes.
+        merges: Pairs of tokens in the order in which they were learned.
+        pad_token: Padding.
+        bos_token: What the decoder starts from.
+        eos_token: The end of a source or target.
+        unk_token: Never produced by this vocabulary, which knows all bytes.
+        mask_token: Stands for a hidden token in masked language modelling.
+        add_eos_token: Whether `</s>` is appended to every text.
+        split_special_tokens: Whether special tokens' names inside a text stay text.
+        **kwargs: Options that every `TokenizersBackend` has.
+
+    Example:
+        >>> from vanilla_transformer import VanillaTransformerTokenizer
+        >>> tokenizer = VanillaTransformerTokenizer()
+        >>> batch = tokenizer(["a"], text_target=["b"])
+        >>> batch["input_ids"], batch["labels"]
+        ([[69, 2]], [[70, 2]])
+        >>> tokenizer.decode(batch["labels"][0], skip_special_tokens=True)
+        'b'
+    """
+
+    model = BPE
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+    padding_side = "right"
+
+    def __init__(
+        self,
+        vocab: dict[str, int] | None = None,
+        merges: Sequence[tuple[str, str]] | None = None,
+        pad_token: str = "<pad>",
+        bos_token: str = "<s>",
+        eos_token: str = "</s>",
+        unk_token: str = "<unk>",
+        mask_token: str = "<mask>",
+        add_eos_token: bool = True,
+        split_special_tokens: bool = True,
+        **kwargs,
+    ):
+        if vocab is None:
+            alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+            vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+        self._tokenizer = Tokenizer(BPE(vocab=vocab, merges=list(merges or [])))
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        # Decoding must give back what was encoded, spaces before punctuation included.
+        kwargs.setdefault("clean_up_tokenization_spaces", False)
+        super().__init__(
+            pad_token=pad_token,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            unk_token=unk_token,
+            mask_token=mask_token,
+            add_eos_token=add_eos_token,
+            split_special_tokens=split_special_tokens,
+            **kwargs,
+        )
+
+    @classmethod
+    def train_from_iterator(
+        cls, texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, show_progress: bool = False
+    ) -> "VanillaTransformerTokenizer":
+        """Learn a vocabulary from texts of both languages; memory grows with the number of distinct words only.
+
+        Args:
+            texts: Texts, one at a time; read once.
+            vocab_size: Number of entries, special tokens and 256 bytes included; at least 261.
+            min_frequency: How often a pair must occur to be merged, at least 1.
+            show_progress: Whether `tokenizers` draws its progress bars.
+
+        Returns:
+            A tokenizer of exactly `vocab_size` entries.
+
+        Raises:
+            ValueError: `vocab_size` is too small, or larger than these texts allow.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            raise ValueError(
+                f"`vocab_size` is {vocab_size}; it must be at least {SMALLEST_VOCABULARY}, which is "
+                f"{len(SPECIAL_TOKENS)} special tokens and 256 bytes."
+            )
+        if min_frequency < 1:
+            raise ValueError(f"`min_frequency` is {min_frequency}; it must be at least 1.")
+        tokenizer = cls().train_new_from_iterator(
+            texts, vocab_size, min_frequency=min_frequency, show_progress=show_progress
+        )
+        if len(tokenizer) < vocab_size:
+            raise ValueError(
+                f"`vocab_size` is {vocab_size}, but the corpus allows only {len(tokenizer)} entries with "
+                f"`min_frequency` {min_frequency}; use at most {len(tokenizer)}, or more text."
+            )
+        return tokenizer
+
+    @classmethod
+    def train_from_files(
+        cls,
+        files: Iterable[str | PathLike],
+        vocab_size: int,
+        *,
+        min_frequency: int = 2,
+        show_progress: bool = False,
+    ) -> "VanillaTransformerTokenizer":
+        """Learn a vocabulary from text files in UTF-8, one sentence a line, of both languages.
+
+        Args:
+            files: Paths, read line by line.
+            vocab_size: As for `train_from_iterator`.
+            min_frequency: As for `train_from_iterator`.
+            show_progress: As for `train_from_iterator`.
+
+        Returns:
+            A tokenizer of exactly `vocab_size` entries.
+
+        Raises:
+            ValueError: As for `train_from_iterator`, and for a line that is not UTF-8.
+            OSError: A file cannot be read.
+        """
+        return cls.train_from_iterator(
+            _read_lines(files), vocab_size, min_frequency=min_frequency, show_progress=show_progress
+        )
+
+
+def _read_lines(files: Iterable[str | PathLike]) -> Iterator[str]:
+    """The lines of all files, without their ends."""
+    for path in files:
+        # Only "\n" ends a line: a carriage return or U+2028 inside a sentence must not split it.
+        with open(path, encoding="utf-8", newline="\n") as lines:
+            for line in lines:
+                yield line.rstrip("\r\n")
+
+
+__all__ = ["VanillaTransformerTokenizer"]
