@@ -1,0 +1,1 @@
+"""From parallel text to padded batches: corpora, encoding, batching, collation."""

@@ -1,0 +1,45 @@
+"""Padding: id arrays of unequal length to the tensors that the model takes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def collate(
+    sources: Sequence[np.ndarray],
+    targets: Sequence[np.ndarray],
+    *,
+    pad_token_id: int,
+    decoder_start_token_id: int,
+) -> dict[str, torch.Tensor]:
+    """Pad a batch on the right and shift the targets.
+
+    Args:
+        sources: B arrays of source ids, each ending with `</s>`.
+        targets: B arrays of target ids, each ending with `</s>`.
+        pad_token_id: Id that fills sources and decoder inputs.
+        decoder_start_token_id: Id that decoder inputs begin with.
+
+    Returns:
+        `input_ids` [B, S], `attention_mask` [B, S], `decoder_input_ids` [B, T] and `labels` [B, T], whose padding is
+        -100. Decoder inputs need no mask: padding stands behind every position that has a loss.
+    """
+    input_ids, attention_mask = pad(sources, pad_token_id)
+    labels, _ = pad(targets, -100)
+    started, _ = pad([np.concatenate(([decoder_start_token_id], target)) for target in targets], pad_token_id)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "decoder_input_ids": started[:, :-1].contiguous(),
+        "labels": labels,
+    }
+
+
+def pad(rows: Sequence[np.ndarray], value: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad rows on the right to their longest; return them [B, L] and the mask [B, L] that is 1 on what they hold."""
+    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    padded = np.full(mask.shape, value, dtype=np.int64)
+    padded[mask] = np.concatenate(rows)
+    return torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64))
