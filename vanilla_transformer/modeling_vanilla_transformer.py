@@ -108,6 +108,17 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
+def _initialize_as_one_matrix(*projections: nn.Linear) -> None:
+    """Give projections of the same input the initial scale that they would have as rows of one Xavier matrix.
+
+    The authors' code projects to queries, keys and values with one matrix, which makes their initial values smaller by
+    2^-0.5 than those of three matrices. With the larger values, post-norm models can stay for long in a state in which
+    the encoder's positions are all alike.
+    """
+    for projection in projections:
+        projection.initial_fan_out = sum(other.out_features for other in projections)
+
+
 class VanillaTransformerAttention(nn.Module):
     """Multi-head attention, Concat(head_1, ..., head_h) W^O (§3.2.2), with free widths d_k and d_v."""
 
@@ -164,6 +175,10 @@ class VanillaTransformerAttention(nn.Module):
 class VanillaTransformerSelfAttention(VanillaTransformerAttention):
     """Attention of a sequence to itself; in the decoder, of every position to those up to it (§3.2.3)."""
 
+    def __init__(self, config: VanillaTransformerConfig, **kwargs):
+        super().__init__(config, **kwargs)
+        _initialize_as_one_matrix(self.q_proj, self.k_proj, self.v_proj)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -183,6 +198,10 @@ class VanillaTransformerSelfAttention(VanillaTransformerAttention):
 
 class VanillaTransformerCrossAttention(VanillaTransformerAttention):
     """Attention of the decoder's positions to the encoder's output (§3.2.3)."""
+
+    def __init__(self, config: VanillaTransformerConfig, **kwargs):
+        super().__init__(config, **kwargs)
+        _initialize_as_one_matrix(self.k_proj, self.v_proj)
 
     def forward(
         self,
@@ -362,7 +381,10 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             # An output projection that is not tied starts like the embedding that it replaces.
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, nn.Linear):
-            init.xavier_uniform_(module.weight)
+            # Xavier-uniform, where several projections may count as one matrix.
+            fan_out = getattr(module, "initial_fan_out", module.out_features)
+            bound = (6.0 / (module.in_features + fan_out)) ** 0.5
+            init.uniform_(module.weight, -bound, bound)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):

@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.presets import PAPER, PROVENANCE, SIZES, SMALL
+
+
+def millions(**settings) -> float:
+    """Number of parameters, tied ones once."""
+    with torch.device("meta"):
+        model = VanillaTransformerForConditionalGeneration(VanillaTransformerConfig(**settings))
+    return sum(parameter.numel() for parameter in model.parameters()) / 1e6
+
+
+@pytest.mark.parametrize("preset", SIZES)
+def test_every_size_is_a_model_that_has_what_it_says(preset):
+    config = VanillaTransformerConfig(**SIZES[preset])
+    assert all(getattr(config, name) == value for name, value in SIZES[preset].items())
+    assert millions(**SIZES[preset]) > 1
+    # A preset says only what differs from the base model.
+    base = VanillaTransformerConfig()
+    assert all(getattr(base, name) != value for name, value in SIZES[preset].items() if name not in ("d_k", "d_v"))
+
+
+@pytest.mark.parametrize("provenance", PROVENANCE)
+@pytest.mark.parametrize("preset", ["base", "big", "e-learned-positions", "tiny"])
+def test_every_provenance_goes_with_a_size(provenance, preset):
+    settings = SIZES[preset] | PROVENANCE[provenance]
+    assert millions(**settings) > millions(**SIZES[preset])
+
+
+# How far each row of Table 3 is from the base model, in millions of parameters, worked out by hand for projections
+# without bias: a layer of both stacks is 12 d_model h d_k and twice 2 d_model d_ff, its normalisations and biases.
+DISTANCES = {
+    "c-4-layers": -14.7,
+    "c-2-layers": -29.4,
+    "c-8-layers": 14.7,
+    "b-dk-16": -7.1,
+    "b-dk-32": -4.7,
+    "c-dff-4096": 25.2,
+    "c-dff-1024": -12.6,
+    "a-1-head": 0.0,
+    "a-4-heads": 0.0,
+    "a-16-heads": 0.0,
+    "a-32-heads": 0.0,
+    "d-dropout-0": 0.0,
+    "d-dropout-0.2": 0.0,
+}
+
+
+@pytest.mark.parametrize("preset", DISTANCES)
+def test_rows_are_as_far_from_the_base_model_as_table_3_says(preset):
+    assert millions(**PAPER[preset]) - millions() == pytest.approx(DISTANCES[preset], abs=0.1)
+
+
+# Table 3 prints millions of parameters of whole models, of a vocabulary that it does not state exactly.
+PRINTED = {
+    "base": 65,
+    "big": 213,
+    "b-dk-16": 58,
+    "b-dk-32": 60,
+    "c-2-layers": 36,
+    "c-4-layers": 50,
+    "c-8-layers": 80,
+    "c-d-256": 28,
+    "c-d-1024": 168,
+    "c-dff-1024": 53,
+    "c-dff-4096": 90,
+}
+
+
+@pytest.mark.parametrize("preset", PRINTED)
+def test_sizes_are_those_of_table_3(preset):
+    assert millions(**PAPER[preset]) == pytest.approx(PRINTED[preset], rel=0.08)
+
+
+def test_sizes_of_the_paper_and_small_ones_do_not_share_names():
+    assert not PAPER.keys() & SMALL.keys()
+    assert SIZES == PAPER | SMALL
+    assert not SIZES.keys() & PROVENANCE.keys()

@@ -1,0 +1,264 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerTokenizer
+from vanilla_transformer.data.encoding import fingerprint_of_tokenizer
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.presets import PROVENANCE, SIZES
+from vanilla_transformer.training import preparation
+from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.preparation import check_texts, load_tokenizer, model_configuration, prepare
+
+
+SENTENCES = tuple(Path(__file__).parents[1] / "data" / f"sentences.{language}" for language in ("en", "de"))
+
+
+def options(**values) -> TrainingOptions:
+    return TrainingOptions(**{"train_files": SENTENCES, "vocab_size": 300, **values})
+
+
+def part(folder: Path, name: str, lines: slice, order: tuple[int, int] = (0, 1)) -> tuple[Path, Path]:
+    files = (folder / f"{name}.source", folder / f"{name}.target")
+    for path, side in zip(files, order, strict=True):
+        sentences = SENTENCES[side].read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(sentences[lines]), encoding="utf-8")
+    return files
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    VanillaTransformerTokenizer().save_pretrained(folder)
+    return folder
+
+
+# Texts
+
+
+def test_texts_are_checked_before_any_work(tmp_path):
+    train, valid = check_texts(options())
+    assert train.files == SENTENCES and valid is None
+    files = part(tmp_path, "valid", slice(30, None))
+    assert check_texts(options(valid_files=files))[1].files == files
+    with pytest.raises(UserError, match="absent does not exist"):
+        check_texts(options(valid_files=(tmp_path / "absent", files[1])))
+    files[1].write_text("only one line\n")
+    with pytest.raises(UserError, match=r"10 lines and .* has 1;"):
+        check_texts(options(valid_files=files))
+
+
+def test_languages_in_opposite_order_are_refused(tmp_path):
+    with pytest.raises(UserError, match="stand in opposite order"):
+        check_texts(options(valid_files=part(tmp_path, "valid", slice(0, 10), (1, 0))))
+    with pytest.raises(UserError, match="declared as de to en"):
+        check_texts(options(source_language="de", target_language="en"))
+
+
+# Vocabulary and encoded text
+
+
+def test_preparing_trains_one_vocabulary_and_encodes_both_texts_with_it(tmp_path):
+    files = part(tmp_path, "valid", slice(30, None))
+    data = prepare(options(valid_files=files), tmp_path / "cache")
+    assert len(data.tokenizer) == 300
+    for corpus, paths in ((data.train, SENTENCES), (data.valid, files)):
+        assert len(corpus) == len(paths[0].read_text(encoding="utf-8").splitlines())
+        rows = corpus.rows(np.arange(len(corpus)))
+        for path, ids in zip(paths, rows, strict=True):
+            texts = data.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+            assert texts == path.read_text(encoding="utf-8").splitlines()
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_second_call_uses_what_the_first_left(tmp_path, monkeypatch):
+    first = prepare(options(), tmp_path)
+    before = contents(tmp_path)
+    assert len(list(tmp_path.glob("vocabulary-*"))) == 1
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the vocabulary was trained again")
+
+    monkeypatch.setattr(VanillaTransformerTokenizer, "train_from_iterator", fail)
+    second = prepare(options(max_updates=3, seed=9, preset="tiny"), tmp_path)
+    assert contents(tmp_path) == before
+    assert fingerprint_of_tokenizer(second.tokenizer) == fingerprint_of_tokenizer(first.tokenizer)
+    assert second.train.fingerprint == first.train.fingerprint
+    assert second.valid is None
+
+
+def test_text_size_and_frequency_each_make_another_vocabulary(tmp_path):
+    variants = [
+        options(),
+        options(vocab_size=290),
+        options(min_frequency=3),
+        options(train_files=part(tmp_path, "part", slice(0, 35))),
+        options(train_files=SENTENCES[::-1]),
+    ]
+    for number, variant in enumerate(variants, start=1):
+        data = prepare(variant, tmp_path / "cache")
+        assert len(data.tokenizer) == variant.vocab_size
+        assert len(list((tmp_path / "cache").glob("vocabulary-*"))) == number
+
+
+def test_a_vocabulary_that_another_process_finished_first_is_used(tmp_path, monkeypatch):
+    finished = []
+    train = VanillaTransformerTokenizer.train_from_iterator
+
+    def overtaken(*args, **kwargs):
+        if not finished:
+            finished.append(None)
+            with monkeypatch.context() as other_process:
+                other_process.setattr(preparation.os, "getpid", lambda: 2**30)
+                finished.append(prepare(options(), tmp_path))
+        return train(*args, **kwargs)
+
+    monkeypatch.setattr(VanillaTransformerTokenizer, "train_from_iterator", overtaken)
+    data = prepare(options(), tmp_path)
+    assert fingerprint_of_tokenizer(data.tokenizer) == fingerprint_of_tokenizer(finished[1].tokenizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [data.train.fingerprint, *(path.name for path in tmp_path.glob("vocabulary-????????????????????????????????"))]
+    )
+
+
+def test_a_vocabulary_larger_than_the_text_allows_is_refused_with_the_largest(tmp_path):
+    with pytest.raises(UserError, match=r"is 37000, but the corpus allows only (\d+) entries") as caught:
+        prepare(options(vocab_size=37000), tmp_path)
+    largest = int(str(caught.value).split("allows only ")[1].split()[0])
+    assert list(tmp_path.iterdir()) == []
+    assert len(prepare(options(vocab_size=largest), tmp_path).tokenizer) == largest
+    with pytest.raises(UserError, match="must be at least 261"):
+        prepare(options(vocab_size=260), tmp_path)
+
+
+def test_a_pair_that_is_refused_is_named_by_the_first_reader(tmp_path, tokenizer_folder):
+    files = part(tmp_path, "train", slice(0, 10))
+    files[0].write_text(files[0].read_text().replace("She reads a book in the garden.", ""))
+    for values in ({}, {"tokenizer": tokenizer_folder}):
+        with pytest.raises(UserError, match="line 3: the source is empty"):
+            prepare(options(train_files=files, invalid_pairs="refuse", **values), tmp_path / "cache")
+        assert list((tmp_path / "cache").glob("*")) == []
+
+
+def test_a_given_tokenizer_is_used_as_it_is(tmp_path, tokenizer_folder):
+    data = prepare(options(tokenizer=tokenizer_folder), tmp_path)
+    assert fingerprint_of_tokenizer(data.tokenizer) == fingerprint_of_tokenizer(VanillaTransformerTokenizer())
+    assert [path.name for path in tmp_path.iterdir()] == [data.train.fingerprint]
+
+
+# Tokenizers that cannot be used
+
+
+def altered(source: Path, folder: Path, name: str, change) -> Path:
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    content = json.loads((folder / name).read_text(encoding="utf-8"))
+    change(content)
+    (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(UserError, match=rf"{folder.name} holds no tokenizer.json; give a folder that"):
+            load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_refused(tmp_path, tokenizer_folder, name):
+    folder = altered(tokenizer_folder, tmp_path / "damaged", name, lambda content: None)
+    (folder / name).write_bytes((folder / name).read_bytes()[:150])
+    with pytest.raises(UserError, match=r"The tokenizer in .*damaged cannot be loaded \(.*\); use another"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("token", ["pad_token", "bos_token", "eos_token"])
+def test_a_tokenizer_without_a_token_that_translation_needs_is_refused(tmp_path, tokenizer_folder, token):
+    def remove(content):
+        content[token] = None
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+
+    folder = altered(tokenizer_folder, tmp_path / "lacking", "tokenizer_config.json", remove)
+    assert getattr(AutoTokenizer.from_pretrained(folder), token) is None
+    with pytest.raises(UserError, match=rf"lacking has no {token}_id; use one that defines it"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_does_not_end_sentences_is_refused(tmp_path, tokenizer_folder):
+    folder = altered(
+        tokenizer_folder,
+        tmp_path / "endless",
+        "tokenizer_config.json",
+        lambda content: content.update(tokenizer_class="PreTrainedTokenizerFast"),
+    )
+    assert load_tokenizer(folder)("a")["input_ids"][-1] == 2
+    altered(folder, tmp_path / "other", "tokenizer.json", lambda content: content.update(post_processor=None))
+    with pytest.raises(UserError, match="does not append its end-of-sentence token; use one that does"):
+        load_tokenizer(tmp_path / "other")
+
+
+# The model's configuration
+
+
+def test_the_configuration_follows_vocabulary_and_options():
+    tokenizer = VanillaTransformerTokenizer()
+    config = model_configuration(options(preset="tiny", dropout=0.25), tokenizer)
+    assert config.to_dict() == VanillaTransformerConfig(vocab_size=261, **{**SIZES["tiny"], "dropout": 0.25}).to_dict()
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
+    assert config.decoder_start_token_id == 1
+
+
+@pytest.mark.parametrize("provenance", PROVENANCE)
+def test_provenance_decides_what_decoding_starts_from(provenance):
+    config = model_configuration(options(provenance=provenance), VanillaTransformerTokenizer())
+    for name, value in PROVENANCE[provenance].items():
+        assert getattr(config, name) == value
+    assert config.decoder_start_token_id == PROVENANCE[provenance].get("decoder_start_token_id", 1)
+
+
+def test_learned_positions_must_suffice_for_the_longest_sentence():
+    tokenizer = VanillaTransformerTokenizer()
+    learned = {"position_embedding_type": "learned", "max_length": 100}
+    assert (
+        model_configuration(options(**learned, max_position_embeddings=100), tokenizer).max_position_embeddings == 100
+    )
+    with pytest.raises(UserError, match="--max_position_embeddings is 99, but sentences may have --max_length 100"):
+        model_configuration(options(**learned, max_position_embeddings=99), tokenizer)
+    # Computed positions have no end.
+    model_configuration(options(max_length=100, max_position_embeddings=99), tokenizer)
+
+
+def test_without_a_number_of_learned_positions_the_models_own_counts():
+    tokenizer = VanillaTransformerTokenizer()
+    own = VanillaTransformerConfig().max_position_embeddings
+    model_configuration(options(preset="e-learned-positions", max_length=own), tokenizer)
+    with pytest.raises(UserError, match=f"--max_position_embeddings is {own}, .* --max_length {own + 1}"):
+        model_configuration(options(preset="e-learned-positions", max_length=own + 1), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"d_model": 100},
+            r"^`d_model` \(100\) must be divisible by `encoder_attention_heads` \(8\); use a `d_model` of",
+        ),
+        ({"dropout": 1.0}, r"^`dropout` is 1.0; it must be at least 0 and below 1"),
+        (
+            {"activation_function": "rellu"},
+            r"^`activation_function` is 'rellu'; it must be one that transformers knows",
+        ),
+        ({"norm_position": "middle"}, "norm_position"),
+        ({"encoder_layers": "six"}, "encoder_layers"),
+    ],
+)
+def test_hyper_parameters_that_do_not_fit_are_refused_in_the_configurations_words(values, sentence):
+    with pytest.raises(UserError, match=sentence):
+        model_configuration(options(**values), VanillaTransformerTokenizer())

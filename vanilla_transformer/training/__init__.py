@@ -1,0 +1,1 @@
+"""Training: options, loss, learning rate, checkpoints, averaging and the loop itself."""

@@ -1,0 +1,211 @@
+"""Checkpoints that are whole or absent: written aside, digested, renamed; verified before they are used.
+
+A checkpoint is a folder `update-00001000` that `from_pretrained` loads, with the optimiser's state beside the model:
+
+    config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json
+    optimizer.safetensors   Adam's two moments of every parameter, `exp_avg.NAME` and `exp_avg_sq.NAME`
+    training_state.json     counters, options and fingerprints
+    manifest.json           size and SHA-256 of every other file
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from vanilla_transformer.errors import UserError
+
+
+_NAME = re.compile(r"update-(\d+)")
+_MANIFEST = "manifest.json"
+
+
+def checkpoint_name(update: int) -> str:
+    """Folder name of the checkpoint after so many optimiser steps."""
+    return f"update-{update:08d}"
+
+
+def update_of(folder: Path) -> int:
+    """Number of optimiser steps that a checkpoint's folder name states."""
+    return int(_NAME.fullmatch(folder.name).group(1))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in a folder, oldest first; unfinished ones have other names and are left out."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=update_of)
+
+
+def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -> Path:
+    """Write a checkpoint so that it appears whole or not at all, whenever the process or the machine stops.
+
+    Args:
+        folder: Folder of the checkpoints.
+        update: Number of optimiser steps done.
+        write: Writes the checkpoint's files into the folder that it is given.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        OSError: The disk is full or cannot be written; what was there before stays.
+    """
+    final = folder / checkpoint_name(update)
+    partial = folder / f"partial-{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        manifest = {path.name: _describe(path) for path in sorted(partial.iterdir())}
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not any(folder.iterdir()):
+            # An empty folder of checkpoints would pass for a run.
+            folder.rmdir()
+        raise
+    return final
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """Compare a checkpoint with its manifest.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+
+    Returns:
+        `None` if every file has the size and digest that the manifest states, else what is wrong.
+    """
+    name = _MANIFEST
+    try:
+        manifest = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
+        for name, expected in manifest.items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["size"]:
+                return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
+            if _describe(path) != expected:
+                return f"{name} was changed after it was written"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{_MANIFEST} cannot be read ({error})"
+    return None
+
+
+def newest_sound(folder: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that its manifest confirms.
+
+    Args:
+        folder: Folder of the checkpoints.
+        report: Receives a sentence about every damaged checkpoint that is passed over.
+
+    Returns:
+        The checkpoint, or `None` if the folder holds none at all.
+
+    Raises:
+        UserError: There are checkpoints, and all are damaged.
+    """
+    checkpoints = list_checkpoints(folder)
+    for checkpoint in reversed(checkpoints):
+        fault = fault_of(checkpoint)
+        if fault is None:
+            return checkpoint
+        report(f"{checkpoint} is damaged ({fault}); an older checkpoint is used instead.")
+    if checkpoints:
+        raise UserError(f"Every checkpoint in {folder} is damaged; start again in another --output_dir.")
+    return None
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Delete all but the newest checkpoints, and what an interrupted write or deletion left.
+
+    Args:
+        folder: Folder of the checkpoints.
+        keep: Number of checkpoints to keep.
+    """
+    for leftover in folder.glob("partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    discard(list_checkpoints(folder)[:-keep])
+
+
+def discard(checkpoints: Iterable[Path]) -> None:
+    """Delete checkpoints.
+
+    Args:
+        checkpoints: Folders of the checkpoints.
+    """
+    for checkpoint in checkpoints:
+        # Renamed first, so that a checkpoint never stands there half deleted.
+        doomed = checkpoint.with_name(f"partial-{checkpoint.name}")
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def save_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.nn.Parameter]], path: Path
+) -> None:
+    """Write Adam's moments under their parameters' names.
+
+    Args:
+        optimizer: Adam after at least one step.
+        parameters: Names and parameters.
+        path: File to write.
+    """
+    tensors = {}
+    for name, parameter in parameters:
+        state = optimizer.state[parameter]
+        for key in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{key}.{name}"] = state[key].detach().cpu().contiguous()
+    save_file(tensors, path)
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    path: Path,
+    update: int,
+) -> None:
+    """Read what `save_optimizer` wrote.
+
+    Args:
+        optimizer: Adam that has not stepped yet.
+        parameters: Names and parameters.
+        path: File to read.
+        update: Number of steps that the optimiser had done.
+    """
+    tensors = load_file(path)
+    for name, parameter in parameters:
+        moments = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(float(update), dtype=torch.float32), **moments}
+        if optimizer.param_groups[0].get("fused"):
+            optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
+
+
+def _describe(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """Have the operating system put a file or a folder's entries on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

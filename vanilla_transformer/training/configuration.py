@@ -1,0 +1,310 @@
+"""One dataclass of training options. It imports nothing heavy, so that the command line checks them at once."""
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from vanilla_transformer.data.corpora import ParallelText, check_language_order, check_language_suffixes
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.presets import PROVENANCE, SIZES
+
+
+def option(default: Any, text: str, **metadata: Any) -> Any:
+    """A dataclass field with the help text that the command line shows; `...` as default makes it required."""
+    metadata["help"] = text
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class TrainingOptions:
+    """Everything that decides a training run; the defaults are the paper's base model and training (§5).
+
+    Raises:
+        UserError: From `check`, when a value is out of range or contradicts another.
+    """
+
+    # The command line offers --config, a YAML file with these options.
+    TAKES_RECIPE: ClassVar[bool] = True
+
+    output_dir: Path = option(Path("run"), "Folder of the run: the model, checkpoints, metrics, options.")
+    train_files: tuple[Path, ...] = option(
+        (), "Training text: a source and a target file with one sentence a line, or one tab-separated file."
+    )
+    valid_files: tuple[Path, ...] = option((), "Validation text, likewise.")
+    tsv_columns: tuple[int, int] | None = option(
+        None, "Column numbers of source and target in tab-separated files, from 1 on; needed unless there are two."
+    )
+    source_language: str | None = option(None, "Code of the source language, such as en; kept with the result.")
+    target_language: str | None = option(None, "Code of the target language, such as de; kept with the result.")
+    invalid_pairs: Literal["drop", "refuse"] = option(
+        "drop", "What to do with pairs that are empty, too long, not UTF-8 or lack columns."
+    )
+    max_length: int = option(256, "Largest number of tokens of a sentence, its end included.")
+    cache_dir: Path | None = option(None, "Folder of encoded text; default: OUTPUT_DIR/cache.")
+
+    tokenizer: Path | None = option(
+        None, "Folder with a tokenizer to use; default: train a vocabulary on the training text."
+    )
+    vocab_size: int = option(37000, "Entries of the vocabulary that is trained, shared by both languages.")
+    min_frequency: int = option(2, "How often two tokens must be neighbours to be merged.")
+
+    preset: str = option("base", "Dimensions of the model: " + ", ".join(SIZES) + ".")
+    provenance: str = option(
+        "paper", "Whose choices to follow where systems differ: paper, " + ", ".join(PROVENANCE) + "."
+    )
+    d_model: int | None = option(None, "Width of the model; default: the preset's, as for the next ones.")
+    encoder_layers: int | None = option(None, "Number of encoder layers.")
+    decoder_layers: int | None = option(None, "Number of decoder layers.")
+    encoder_attention_heads: int | None = option(None, "Number of attention heads in the encoder.")
+    decoder_attention_heads: int | None = option(None, "Number of attention heads in the decoder.")
+    d_k: int | None = option(None, "Width of a head's queries and keys.")
+    d_v: int | None = option(None, "Width of a head's values.")
+    encoder_ffn_dim: int | None = option(None, "Inner width of the encoder's feed-forward networks.")
+    decoder_ffn_dim: int | None = option(None, "Inner width of the decoder's feed-forward networks.")
+    activation_function: str | None = option(None, "Activation of the feed-forward networks.")
+    dropout: float | None = option(None, "Dropout on sub-layer outputs and embedding sums.")
+    attention_dropout: float | None = option(None, "Dropout on attention weights.")
+    activation_dropout: float | None = option(None, "Dropout inside feed-forward networks.")
+    position_embedding_type: Literal["sinusoidal", "learned"] | None = option(None, "Kind of positions.")
+    max_position_embeddings: int | None = option(None, "Number of learned positions.")
+    norm_position: Literal["post", "pre"] | None = option(None, "Layer normalisation after or before sub-layers.")
+    attention_bias: bool | None = option(None, "Biases in the attention projections.")
+    share_encoder_decoder_embeddings: bool | None = option(None, "One embedding matrix for both sides.")
+    tie_word_embeddings: bool | None = option(None, "Output projection equal to the decoder's embeddings.")
+
+    max_updates: int = option(100_000, "Number of optimiser steps.")
+    max_epochs: int | None = option(None, "Stop after so many passes over the text, if that comes first.")
+    tokens_per_batch: int = option(4096, "Largest padded number of tokens on either side of one forward pass.")
+    tokens_per_update: int = option(
+        24_576, "The same for one optimiser step, over all processes; a multiple of tokens_per_batch."
+    )
+    warmup_steps: int = option(4000, "Optimiser steps over which the learning rate rises.")
+    learning_rate_scale: float = option(1.0, "Factor on the paper's learning rate.")
+    adam_beta1: float = option(0.9, "Adam's decay of the gradient's mean.")
+    adam_beta2: float = option(0.98, "Adam's decay of the squared gradient's mean.")
+    adam_epsilon: float = option(1e-9, "Adam's epsilon.")
+    label_smoothing: float = option(0.1, "Probability mass spread over the vocabulary.")
+    max_grad_norm: float = option(0.0, "Clip the gradient's norm to this; 0 does not clip, as in the paper.")
+    seed: int = option(1, "Seed of initial weights, batch order and dropout.")
+
+    device: Literal["auto", "cpu"] = option("auto", "cpu keeps the run off accelerators.")
+    mixed_precision: Literal["no", "bf16"] = option("no", "bf16 computes matrix products in bfloat16.")
+    attention: Literal["auto", "eager", "sdpa"] = option(
+        "auto", "Attention backend; auto is eager on CPUs, where SDPA's backward pass is slower, and else SDPA."
+    )
+    gradient_checkpointing: bool = option(False, "Recompute layers in the backward pass to save memory.")
+
+    log_every: int = option(50, "Optimiser steps between records of the training loss.")
+    validate_every: int = option(1000, "Optimiser steps between validations.")
+    valid_bleu_sentences: int = option(200, "Sentences translated for BLEU at each validation; 0 for none.")
+    save_every: int = option(1000, "Optimiser steps between checkpoints.")
+    keep_last: int = option(5, "Number of checkpoints kept.")
+    average_last: int = option(5, "The result is the mean of so many last checkpoints; 1 takes the last.")
+    num_beams: int = option(4, "Beam size written into the result's generation configuration.")
+    length_penalty: float = option(
+        0.6, "Length penalty written there; transformers divides a score by length to this power."
+    )
+    resume: bool = option(False, "Continue the run in OUTPUT_DIR from its newest checkpoint.")
+    dry_run: bool = option(False, "Print size, batches, memory and time of the run, and train nothing.")
+
+    def check(self) -> None:
+        """Check every value that can be checked without reading text or building a model.
+
+        Raises:
+            UserError: Names the option, its value, the rule and the remedy.
+        """
+        if not self.train_files:
+            raise UserError("No training text was given; name it with --train_files SOURCE TARGET.")
+        for name in (
+            "min_frequency",
+            "max_updates",
+            "tokens_per_batch",
+            "tokens_per_update",
+            "warmup_steps",
+            "log_every",
+            "validate_every",
+            "save_every",
+            "keep_last",
+            "average_last",
+            "num_beams",
+        ):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        if self.max_epochs is not None:
+            self._require("max_epochs", self.max_epochs >= 1, "at least 1")
+        self._require("max_length", self.max_length >= 2, "at least 2, one token and the sentence's end")
+        self._require("label_smoothing", 0.0 <= self.label_smoothing < 1.0, "at least 0 and below 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            self._require(name, 0.0 <= getattr(self, name) < 1.0, "at least 0 and below 1")
+        for name in ("adam_epsilon", "learning_rate_scale"):
+            self._require(name, getattr(self, name) > 0.0, "above 0")
+        for name in ("max_grad_norm", "valid_bleu_sentences"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2 ** 63")
+        self._require("preset", self.preset in SIZES, "one of " + ", ".join(SIZES))
+        self._require(
+            "provenance",
+            self.provenance == "paper" or self.provenance in PROVENANCE,
+            "paper, " + " or ".join(PROVENANCE),
+        )
+        if self.max_length > self.tokens_per_batch:
+            raise UserError(
+                f"--max_length is {self.max_length} and --tokens_per_batch {self.tokens_per_batch}; a batch must hold "
+                f"the longest sentence, so raise --tokens_per_batch to {self.max_length} or more."
+            )
+        if self.tokens_per_update % self.tokens_per_batch != 0:
+            count = max(1, round(self.tokens_per_update / self.tokens_per_batch))
+            raise UserError(
+                f"--tokens_per_update is {self.tokens_per_update} and must be a multiple of --tokens_per_batch, "
+                f"{self.tokens_per_batch}; use {count * self.tokens_per_batch}."
+            )
+        if self.average_last > self.keep_last:
+            raise UserError(
+                f"--average_last is {self.average_last}, but only {self.keep_last} checkpoints are kept; raise "
+                "--keep_last."
+            )
+        if self.valid_files and len(self.valid_files) != len(self.train_files):
+            raise UserError(
+                f"Training text is {len(self.train_files)} and validation text {len(self.valid_files)} files; give "
+                "both in the same form."
+            )
+
+    def _require(self, name: str, condition: bool, rule: str) -> None:
+        if not condition:
+            raise UserError(f"--{name} is {getattr(self, name)}; it must be {rule}.")
+
+    @property
+    def batches_per_update(self) -> int:
+        """Number of batches in one optimiser step."""
+        return self.tokens_per_update // self.tokens_per_batch
+
+    def model_settings(self) -> dict[str, Any]:
+        """The model's hyper-parameters that differ from the paper's base model, vocabulary size aside."""
+        chosen = {name: getattr(self, name) for name in MODEL_OPTIONS if getattr(self, name) is not None}
+        return {**SIZES[self.preset], **PROVENANCE.get(self.provenance, {}), **chosen}
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options as values that JSON and YAML hold."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+
+
+# Options that are hyper-parameters of the model, under the configuration's names; None leaves them to the preset.
+MODEL_OPTIONS = (
+    "d_model",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "d_k",
+    "d_v",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "activation_function",
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "norm_position",
+    "attention_bias",
+    "share_encoder_decoder_embeddings",
+    "tie_word_embeddings",
+)
+
+# Options that a resumed run may change: they do not touch what was computed up to the checkpoint.
+FREE_ON_RESUME = (
+    "output_dir",
+    "train_files",
+    "valid_files",
+    "tsv_columns",
+    "source_language",
+    "target_language",
+    "cache_dir",
+    "tokenizer",
+    "max_updates",
+    "max_epochs",
+    "device",
+    "attention",
+    "gradient_checkpointing",
+    "log_every",
+    "validate_every",
+    "valid_bleu_sentences",
+    "save_every",
+    "keep_last",
+    "average_last",
+    "num_beams",
+    "length_penalty",
+    "resume",
+    "dry_run",
+)
+
+
+def check_texts(options: TrainingOptions) -> tuple[ParallelText, ParallelText | None]:
+    """Check the text files before any work starts.
+
+    Args:
+        options: Training options.
+
+    Returns:
+        Training text, and validation text or `None`.
+
+    Raises:
+        UserError: A file is missing, empty or of another length than its partner, or languages are exchanged.
+    """
+    train = ParallelText(options.train_files, options.tsv_columns)
+    valid = ParallelText(options.valid_files, options.tsv_columns) if options.valid_files else None
+    for text in (train, valid):
+        if text is not None:
+            check_language_suffixes(text, options.source_language, options.target_language)
+            text.check_lines()
+    if valid is not None:
+        check_language_order(train, valid)
+    return train, valid
+
+
+def check_output_dir(options: TrainingOptions) -> None:
+    """Refuse an output folder that holds another run, lacks the one to resume, or cannot be written.
+
+    Args:
+        options: Training options.
+
+    Raises:
+        UserError: As said.
+    """
+    folder = options.output_dir
+    has_checkpoints = any((folder / "checkpoints").glob("update-*"))
+    if options.resume and not has_checkpoints:
+        raise UserError(f"--resume was given, but {folder} holds no checkpoints; leave --resume out to start.")
+    if not options.resume and (has_checkpoints or (folder / "model.safetensors").exists()):
+        raise UserError(f"{folder} already holds a run; continue it with --resume, or name another --output_dir.")
+    check_writable(folder)
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder, and refuse one that cannot be written.
+
+    Args:
+        folder: Folder, made with its parents if it does not exist.
+
+    Raises:
+        UserError: The path is a file, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except FileExistsError as error:
+        raise UserError(f"{folder} is a file; give a folder for the output.") from error
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}); choose another folder or correct its permissions."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,521 @@
+"""The training loop, on Accelerate: one process or many, exactly resumable."""
+
+import hashlib
+import json
+import math
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from accelerate import Accelerator
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from vanilla_transformer.data.batching import TokenBatches, Update
+from vanilla_transformer.data.collation import collate
+from vanilla_transformer.data.encoding import EncodedCorpus, fingerprint_of_tokenizer
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+from .averaging import average_checkpoints
+from .checkpoints import (
+    discard,
+    list_checkpoints,
+    load_optimizer,
+    newest_sound,
+    rotate,
+    save_optimizer,
+    update_of,
+    write_checkpoint,
+)
+from .configuration import FREE_ON_RESUME, TrainingOptions, check_output_dir, check_texts
+from .journal import Journal, Window
+from .loss import SmoothedTranslationLoss
+from .preparation import PreparedData, model_configuration, prepare
+from .process import catch_signals, keep_freed_memory, make_accelerator
+from .schedule import learning_rate
+
+
+# Receives the model in evaluation mode and the tokenizer; returns named scores for the journal.
+Evaluation = Callable[[PreTrainedModel, PreTrainedTokenizerBase], dict[str, float]]
+
+_PACKAGES = ("vanilla-transformer", "torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a run ended.
+
+    Args:
+        output_dir: The run's folder, a model folder unless the run was interrupted.
+        updates: Number of optimiser steps done.
+        interrupted_by: Number of the signal that stopped the run, or `None`.
+    """
+
+    output_dir: Path
+    updates: int
+    interrupted_by: int | None
+
+
+def train(options: TrainingOptions, evaluation: Evaluation | None = None) -> TrainingResult:
+    """Train a translation model from parallel text.
+
+    Args:
+        options: Training options.
+        evaluation: Scores the model at each validation, on the main process.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        UserError: Something in the options, the text or the output folder cannot be used.
+    """
+    options.check()
+    check_texts(options)
+    if options.dry_run:
+        raise ValueError("`train` trains; call `dry_run` to estimate a run.")
+    check_output_dir(options)
+    accelerator = make_accelerator(options)
+    cache_dir = options.cache_dir or options.output_dir / "cache"
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with accelerator.main_process_first():
+        data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
+    return TrainingRun(options, accelerator, data, evaluation).run()
+
+
+class TrainingRun:
+    """A run: model, optimiser, batches, and the loop over them.
+
+    Args:
+        options: Checked training options.
+        accelerator: Devices and processes.
+        data: Vocabulary and encoded text.
+        evaluation: Scores the model at each validation, on the main process.
+
+    Raises:
+        UserError: The checkpoint to resume from is damaged or belongs to another run.
+    """
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        accelerator: Accelerator,
+        data: PreparedData,
+        evaluation: Evaluation | None,
+    ):
+        self.options = options
+        self.accelerator = accelerator
+        self.data = data
+        self.evaluation = evaluation
+        self.checkpoints = options.output_dir / "checkpoints"
+        self.batches = _plan(data.train, options)
+        self.updates_per_epoch = math.ceil(len(self.batches.batches(0)) / options.batches_per_update)
+        self.num_updates = options.max_updates
+        if options.max_epochs is not None:
+            self.num_updates = min(self.num_updates, options.max_epochs * self.updates_per_epoch)
+        if accelerator.device.type == "cpu":
+            keep_freed_memory()
+        self.model = self._make_model()
+        self.loss = SmoothedTranslationLoss(self.model, options.label_smoothing)
+        optimizer = torch.optim.Adam(
+            self.model.parameters(),
+            lr=0.0,
+            betas=(options.adam_beta1, options.adam_beta2),
+            eps=options.adam_epsilon,
+            fused=accelerator.device.type in ("cpu", "cuda"),
+        )
+        self.loss.to(accelerator.device)
+        self.update = 0
+        self.signal: int | None = None
+        self._received: int | None = None
+        self._planned_epoch: tuple[int, list[Update]] = (-1, [])
+        self._window = Window()
+        # A checkpoint that the schedule of saving does not have, because the run was stopped there.
+        self._stopgap: Path | None = None
+        if options.resume:
+            self._resume(optimizer)
+        self.loss, self.optimizer = accelerator.prepare(self.loss, optimizer)
+
+    def run(self) -> TrainingResult:
+        """Train to the end, or until a signal, and write the result."""
+        options, accelerator = self.options, self.accelerator
+        journal = None
+        if accelerator.is_main_process:
+            self._write_run_record()
+            journal = Journal(options.output_dir / "metrics.jsonl", self.update)
+            # What lies beyond is damaged, and would be counted among the last checkpoints.
+            discard(path for path in list_checkpoints(self.checkpoints) if update_of(path) > self.update)
+        if self.update >= self.num_updates:
+            accelerator.print(f"The run in {options.output_dir} has done all of its {self.num_updates:,} updates.")
+        with (
+            catch_signals(self._on_signal),
+            tqdm(
+                total=self.num_updates, initial=self.update, desc="Training", unit="update",
+                disable=not accelerator.is_main_process, dynamic_ncols=True,
+            ) as progress,
+        ):  # fmt: skip
+            self._loop(journal, progress)
+        if self.signal is None:
+            self._finish()
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        return TrainingResult(options.output_dir, self.update, self.signal)
+
+    def _loop(self, journal: Journal | None, progress: tqdm) -> None:
+        options = self.options
+        # A run that was stopped when a validation was due has not done it yet.
+        missing = journal is not None and journal.latest("valid") < self.update
+        if self.update > 0 and self._validation_is_due() and self._any_process(int(missing)):
+            self._validate(journal, progress)
+        self._window.restart_clock()
+        while self.update < self.num_updates:
+            number = self.update + 1
+            planned = self._planned(self.update)
+            self._window.add(planned, self.step(planned, number), self.data.train)
+            self.update = number
+            progress.update()
+            self.signal = self._any_process(self._received or 0) or None
+            if number % options.log_every == 0 or number == self.num_updates:
+                record = self._train_record(self._window)
+                self._window = Window()
+                progress.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s")
+                if journal is not None:
+                    journal.write("train", number, record)
+            if self.signal is None and self._validation_is_due():
+                self._validate(journal, progress)
+            if self.signal is not None or number % options.save_every == 0 or number == self.num_updates:
+                self.save()
+                self._window.restart_clock()
+            if self.signal is not None:
+                break
+
+    def _validation_is_due(self) -> bool:
+        at_its_turn = self.update % self.options.validate_every == 0 or self.update == self.num_updates
+        return self.data.valid is not None and at_its_turn
+
+    def _validate(self, journal: Journal | None, progress: tqdm) -> None:
+        record = self.validate()
+        if journal is not None:
+            journal.write("valid", self.update, record)
+            progress.write(_validation_line(self.update, record), file=sys.stderr)
+        self._window.restart_clock()
+
+    def step(self, update: Update, number: int) -> torch.Tensor:
+        """Do one optimiser step.
+
+        The gradient is that of the loss summed over the whole update, divided by its number of target tokens, however
+        the update is cut into batches and however these are spread over processes.
+
+        Args:
+            update: The batches of the step.
+            number: Number of the step, from 1 on.
+
+        Returns:
+            Smoothed loss and negative log-likelihood, summed over this process's target tokens; float64 [2].
+        """
+        accelerator, options = self.accelerator, self.options
+        self.loss.train()
+        share = update.share_of(accelerator.process_index, accelerator.num_processes)
+        # A process without a batch takes part in the reduction of gradients all the same, with a gradient of zero.
+        weight = 1.0 if share else 0.0
+        share = share or [(0, update.batches[0])]
+        # DistributedDataParallel takes the mean over processes.
+        factor = weight * accelerator.num_processes / update.num_target_tokens
+        sums = torch.zeros(2, dtype=torch.float64)
+        for position, (index, batch) in enumerate(share):
+            last = position == len(share) - 1
+            with nullcontext() if last else accelerator.no_sync(self.loss), self._naming_batch(number, batch):
+                # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
+                torch.manual_seed(_dropout_seed(options.seed, number, index))
+                loss, nll = self.loss(**self._inputs(self.data.train, batch))
+                accelerator.backward(loss * factor)
+            sums += weight * torch.stack([loss.detach(), nll]).to("cpu", torch.float64)
+        if options.max_grad_norm > 0.0:
+            accelerator.clip_grad_norm_(self.loss.parameters(), options.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sums
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Score the validation text: loss without smoothing in nats a token, perplexity, and the evaluation's scores.
+
+        Returns:
+            Named scores, the same on every process except the evaluation's, which the main process alone has.
+        """
+        accelerator, corpus = self.accelerator, self.data.valid
+        self.loss.eval()
+        batches = _plan(corpus, self.options, shuffle=False).batches(0)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+            # The module below the wrapper: processes may have unequal numbers of batches here.
+            with accelerator.autocast():
+                _, nll = accelerator.unwrap_model(self.loss)(**self._inputs(corpus, batch))
+            sums += torch.tensor([nll.item(), float(corpus.target_lengths[batch].sum())], dtype=torch.float64)
+        nll, tokens = self._sum_over_processes(sums).tolist()
+        record = {"loss": nll / tokens, "perplexity": math.exp(min(nll / tokens, 700.0))}
+        if self.evaluation is not None and accelerator.is_main_process:
+            self.model.eval()
+            record.update(self.evaluation(self.model, self.data.tokenizer))
+        accelerator.wait_for_everyone()
+        return record
+
+    def save(self) -> None:
+        """Write a checkpoint and delete the oldest ones."""
+        state = self._state()
+        if self.accelerator.is_main_process:
+            with self._naming_disk(f"The checkpoint of update {self.update:,}", self.checkpoints):
+                checkpoint = write_checkpoint(
+                    self.checkpoints, self.update, lambda folder: self._write_checkpoint_files(folder, state)
+                )
+            # The checkpoints that stay are those of a run that was never stopped.
+            if self._stopgap not in (None, checkpoint):
+                discard([self._stopgap])
+            self._stopgap = checkpoint if state["stopgap"] else None
+            rotate(self.checkpoints, self.options.keep_last)
+        self.accelerator.wait_for_everyone()
+
+    def _make_model(self) -> VanillaTransformerForConditionalGeneration:
+        options = self.options
+        config = model_configuration(options, self.data.tokenizer)
+        torch.manual_seed(options.seed)
+        model = VanillaTransformerForConditionalGeneration(config)
+        attention = options.attention
+        if attention == "auto":
+            attention = "eager" if self.accelerator.device.type == "cpu" else "sdpa"
+        model.set_attn_implementation(attention)
+        if options.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+        beam_search = {"num_beams": options.num_beams}
+        if options.num_beams > 1:
+            # transformers does not save these beside greedy search.
+            beam_search.update(length_penalty=options.length_penalty, early_stopping=True)
+        model.generation_config = GenerationConfig(
+            # The paper's cap, source length + 50 (§6.1), for the longest source that the model was trained on.
+            max_length=options.max_length + 50,
+            **beam_search,
+            pad_token_id=config.pad_token_id,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            decoder_start_token_id=config.decoder_start_token_id,
+        )
+        return model
+
+    def _inputs(self, corpus: EncodedCorpus, batch: np.ndarray) -> dict[str, torch.Tensor]:
+        config = self.model.config
+        tensors = collate(
+            *corpus.rows(batch),
+            pad_token_id=config.pad_token_id,
+            decoder_start_token_id=config.decoder_start_token_id,
+        )
+        return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def _planned(self, done: int) -> Update:
+        epoch, position = divmod(done, self.updates_per_epoch)
+        if self._planned_epoch[0] != epoch:
+            self._planned_epoch = (epoch, self.batches.updates(epoch))
+        return self._planned_epoch[1][position]
+
+    def _learning_rate(self, number: int) -> float:
+        return learning_rate(
+            number,
+            d_model=self.model.config.d_model,
+            warmup_steps=self.options.warmup_steps,
+            scale=self.options.learning_rate_scale,
+        )
+
+    def _train_record(self, window: Window) -> dict[str, float]:
+        loss, nll = self._sum_over_processes(window.sums).tolist()
+        return {
+            "epoch": round(self.update / self.updates_per_epoch, 4),
+            "loss": loss / window.target_tokens,
+            "nll": nll / window.target_tokens,
+            "learning_rate": self._learning_rate(self.update),
+            "tokens_per_second": window.tokens / window.seconds,
+            "fill_rate": self.batches.fill_rate(window.batches),
+        }
+
+    def _sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
+        if self.accelerator.num_processes == 1:
+            return values
+        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
+
+    def _on_signal(self, number: int) -> None:
+        # Only a second Ctrl-C is impatience: launchers repeat SIGTERM, which must not break off the saving.
+        if number == signal.SIGINT and self._received == number:
+            raise KeyboardInterrupt
+        self._received = number
+
+    def _any_process(self, value: int) -> int:
+        """The largest of the processes' values."""
+        if self.accelerator.num_processes == 1:
+            return value
+        return int(self.accelerator.gather(torch.tensor([value], device=self.accelerator.device)).max())
+
+    @contextmanager
+    def _naming_batch(self, number: int, batch: np.ndarray):
+        """Turn running out of memory into a sentence about the batch and the option to change."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate" not in str(error):
+                raise
+            train = self.data.train
+            raise UserError(
+                f"Out of memory in update {number:,}, on a batch of {len(batch)} pairs with up to "
+                f"{train.source_lengths[batch].max()} source and {train.target_lengths[batch].max()} target tokens; "
+                f"lower --tokens_per_batch (it is {self.options.tokens_per_batch}), or use --gradient_checkpointing."
+            ) from error
+
+    @contextmanager
+    def _naming_disk(self, what: str, folder: Path):
+        """Turn a failure to write into a sentence about the disk."""
+        try:
+            yield
+        except Exception as error:
+            # safetensors and tokenizers have exceptions of their own for it.
+            if not isinstance(error, OSError) and "os error" not in str(error):
+                raise
+            remedy = (
+                "what was saved before is intact: make room, then use --resume"
+                if list_checkpoints(self.checkpoints)
+                else "nothing was saved before: make room, then start again"
+            )
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{what} cannot be written to {folder} ({reason}); {remedy}.") from error
+
+    def _write_checkpoint_files(self, folder: Path, state: dict) -> None:
+        self.model.save_pretrained(folder)
+        self.data.tokenizer.save_pretrained(folder)
+        save_optimizer(self.optimizer.optimizer, self.model.named_parameters(), folder / "optimizer.safetensors")
+        (folder / "training_state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+
+    def _state(self) -> dict:
+        """Where a resumed run goes on, and what it must have in common with this one."""
+        return {
+            "update": self.update,
+            "stopgap": self.update % self.options.save_every != 0,
+            "window": {
+                "updates": self._window.updates,
+                "sums": self._sum_over_processes(self._window.sums).tolist(),
+                "seconds": self._window.seconds,
+            },
+            **self._identity(),
+        }
+
+    def _identity(self) -> dict:
+        """What a resumed run must have in common with this one."""
+        options = {name: value for name, value in self.options.as_dict().items() if name not in FREE_ON_RESUME}
+        data = {
+            "training text": self.data.train.fingerprint,
+            "vocabulary": fingerprint_of_tokenizer(self.data.tokenizer),
+        }
+        return {"options": options, "data": data}
+
+    def _resume(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load the newest sound checkpoint."""
+        checkpoint = newest_sound(self.checkpoints, lambda text: self.accelerator.print(text, file=sys.stderr))
+        if checkpoint is None:
+            raise UserError(
+                f"--resume was given, but {self.options.output_dir} holds no checkpoint; leave --resume out to start."
+            )
+        state = json.loads((checkpoint / "training_state.json").read_text(encoding="utf-8"))
+        ours = self._identity()
+        differences = [
+            f"{name} ({state[group].get(name)!r} then, {ours[group].get(name)!r} now)"
+            for group in ("options", "data")
+            for name in sorted(ours[group].keys() | state[group])
+            if ours[group].get(name) != state[group].get(name)
+        ]
+        if differences:
+            raise UserError(
+                f"The run in {self.options.output_dir} cannot be resumed, because these differ: "
+                f"{'; '.join(differences)}; set them back, or start a new run in another --output_dir."
+            )
+        saved = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
+        load_optimizer(optimizer, self.model.named_parameters(), checkpoint / "optimizer.safetensors", state["update"])
+        self.update = state["update"]
+        self._stopgap = checkpoint if state["stopgap"] else None
+        self._refill_window(**state["window"])
+        self.accelerator.print(f"Resuming from {checkpoint}.", file=sys.stderr)
+
+    def _refill_window(self, updates: int, sums: list[float], seconds: float) -> None:
+        """Restore the sums since the last record, so that the next one covers as many updates as it would have."""
+        for done in range(self.update - updates, self.update):
+            self._window.add(self._planned(done), torch.zeros(2, dtype=torch.float64), self.data.train)
+        if self.accelerator.is_main_process:
+            self._window.sums += torch.tensor(sums, dtype=torch.float64)
+        self._window.seconds = seconds
+
+    def _write_run_record(self) -> None:
+        folder = self.options.output_dir
+        options = self.options.as_dict() | {"resume": False}
+        (folder / "options.yaml").write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+        record = {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "updates": self.num_updates,
+            "updates_per_epoch": self.updates_per_epoch,
+            "fill_rate": self.batches.fill_rate(self.batches.batches(0)),
+            "processes": self.accelerator.num_processes,
+            "device": str(self.accelerator.device),
+            "attention": self.model.config._attn_implementation,
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in _PACKAGES},
+            "train": self.data.train.report,
+            "valid": None if self.data.valid is None else self.data.valid.report,
+        }
+        (folder / "run.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+        for name, corpus in (("training", self.data.train), ("validation", self.data.valid)):
+            if corpus is not None and corpus.report["summary"]:
+                print(f"Of the {name} text, {corpus.report['summary']}.", file=sys.stderr)
+        print(
+            f"{record['parameters']:,} parameters; {len(self.data.train):,} pairs; {self.updates_per_epoch:,} updates "
+            f"an epoch; {record['fill_rate']:.1%} of the tokens are not padding; {record['attention']} attention on "
+            f"{record['processes']} x {record['device']}.",
+            file=sys.stderr,
+        )
+
+    def _finish(self) -> None:
+        """Write the mean of the last checkpoints as the run's model."""
+        if not self.accelerator.is_main_process:
+            return
+        checkpoints = list_checkpoints(self.checkpoints)[-self.options.average_last :]
+        with self._naming_disk("The model", self.options.output_dir):
+            average_checkpoints(checkpoints, self.options.output_dir)
+        updates = ", ".join(f"{update_of(checkpoint):,}" for checkpoint in checkpoints)
+        print(
+            f"The model in {self.options.output_dir} is "
+            f"{f'the mean of the checkpoints of updates {updates}' if len(checkpoints) > 1 else f'update {updates}'}.",
+            file=sys.stderr,
+        )
+
+
+def _plan(corpus: EncodedCorpus, options: TrainingOptions, *, shuffle: bool = True) -> TokenBatches:
+    return TokenBatches(
+        corpus.source_lengths,
+        corpus.target_lengths,
+        tokens_per_batch=options.tokens_per_batch,
+        batches_per_update=options.batches_per_update,
+        seed=options.seed,
+        shuffle=shuffle,
+    )
+
+
+def _dropout_seed(seed: int, update: int, batch: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {update} {batch}".encode(), digest_size=8).digest()) >> 1
+
+
+def _validation_line(update: int, record: dict[str, float]) -> str:
+    scores = ", ".join(f"{name} {value:.2f}" for name, value in record.items() if name != "loss")
+    return f"Update {update:,}: validation loss {record['loss']:.4f}, {scores}"

@@ -1,0 +1,84 @@
+"""The run's measurements as JSON lines, one record a line, each exactly once however often the run is resumed."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vanilla_transformer.data.batching import Update
+from vanilla_transformer.data.encoding import EncodedCorpus
+
+
+class Journal:
+    """Append-only record of a run.
+
+    Args:
+        path: File of JSON lines, each with the number of its optimiser step under `update`.
+        last_update: Records beyond this step are dropped: the run that wrote them stopped before it saved its state.
+    """
+
+    def __init__(self, path: Path, last_update: int = 0):
+        self.path = path
+        kept = [record for record in read_journal(path) if record["update"] <= last_update] if path.exists() else []
+        self._last_updates = {record["kind"]: record["update"] for record in kept}
+        partial = path.with_name(f"partial-{path.name}")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        partial.replace(path)
+
+    def latest(self, kind: str) -> int:
+        """Number of the optimiser step of the last record of a kind; 0 if there is none."""
+        return self._last_updates.get(kind, 0)
+
+    def write(self, kind: str, update: int, values: dict[str, Any]) -> None:
+        """Append a record.
+
+        Args:
+            kind: `train` or `valid`.
+            update: Number of optimiser steps done.
+            values: Measurements.
+        """
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "update": update, **values}) + "\n")
+        self._last_updates[kind] = update
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a journal; a last line that was cut off is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+class Window:
+    """Sums over the updates since the last record."""
+
+    def __init__(self):
+        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.target_tokens = 0
+        self.tokens = 0
+        self.batches: list[np.ndarray] = []
+        self.updates = 0
+        self.seconds = 0.0
+        self._started = time.perf_counter()
+
+    def add(self, update: Update, sums: torch.Tensor, corpus: EncodedCorpus) -> None:
+        """Count an update: its batches, and its summed losses on this process."""
+        self.sums += sums
+        self.target_tokens += update.num_target_tokens
+        self.tokens += update.num_target_tokens + sum(int(corpus.source_lengths[b].sum()) for b in update.batches)
+        self.batches.extend(update.batches)
+        self.updates += 1
+        now = time.perf_counter()
+        self.seconds += now - self._started
+        self._started = now
+
+    def restart_clock(self) -> None:
+        """Leave out the time since the last update: validation and saving are not training."""
+        self._started = time.perf_counter()

@@ -1,0 +1,152 @@
+"""From training options to vocabulary, encoded text and model configuration."""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.data.corpora import ParallelText
+from vanilla_transformer.data.encoding import EncodedCorpus, encode, iterate_texts
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
+
+from .configuration import TrainingOptions, check_texts
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """What a training run reads: a vocabulary and encoded text; `valid` is `None` without validation text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: EncodedCorpus
+    valid: EncodedCorpus | None
+
+
+def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = False) -> PreparedData:
+    """Train or load the vocabulary, and encode the text; what an earlier call left in `cache_dir` is used again.
+
+    Args:
+        options: Training options.
+        cache_dir: Folder that keeps the vocabulary and the encoded text.
+        show_progress: Whether to draw progress bars.
+
+    Returns:
+        Vocabulary and encoded text.
+
+    Raises:
+        UserError: The text or the vocabulary's size is not usable.
+    """
+    train_text, valid_text = check_texts(options)
+    tokenizer = (
+        load_tokenizer(options.tokenizer)
+        if options.tokenizer is not None
+        else _train_vocabulary(train_text, options, cache_dir)
+    )
+    train, valid = (
+        None
+        if text is None
+        else encode(
+            text,
+            tokenizer,
+            cache_dir,
+            max_length=options.max_length,
+            invalid_pairs=options.invalid_pairs,
+            show_progress=show_progress,
+        )
+        for text in (train_text, valid_text)
+    )
+    return PreparedData(tokenizer, train, valid)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a local folder.
+
+    Args:
+        folder: Folder with `tokenizer.json`.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: The folder holds no tokenizer, or one that lacks a token that translation needs.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"{folder} holds no tokenizer.json; give a folder that `vanilla-transformer tokenizer` or `train` wrote."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"The tokenizer in {folder} cannot be loaded ({error}); use another.") from error
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(tokenizer, name) is None:
+            raise UserError(f"The tokenizer in {folder} has no {name}; use one that defines it.")
+    if tokenizer("")["input_ids"][-1:] != [tokenizer.eos_token_id]:
+        raise UserError(f"The tokenizer in {folder} does not append its end-of-sentence token; use one that does.")
+    return tokenizer
+
+
+def model_configuration(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase) -> VanillaTransformerConfig:
+    """The configuration of the model that the options describe.
+
+    Args:
+        options: Training options.
+        tokenizer: Gives the vocabulary's size and the special tokens.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UserError: The hyper-parameters do not fit together.
+    """
+    settings = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.bos_token_id,
+        **options.model_settings(),
+    }
+    if settings.get("position_embedding_type") == "learned":
+        positions = settings.get("max_position_embeddings", VanillaTransformerConfig.max_position_embeddings)
+        if positions < options.max_length:
+            raise UserError(
+                f"--max_position_embeddings is {positions}, but sentences may have --max_length {options.max_length} "
+                "tokens; raise the one or lower the other."
+            )
+    try:
+        return VanillaTransformerConfig(vocab_size=len(tokenizer), **settings)
+    except StrictDataclassError as error:
+        raise UserError(str(error.__cause__ or error)) from error
+
+
+def _train_vocabulary(text: ParallelText, options: TrainingOptions, cache_dir: Path) -> VanillaTransformerTokenizer:
+    digest = hashlib.sha256()
+    for path in text.files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    digest.update(json.dumps([text.columns, options.vocab_size, options.min_frequency]).encode())
+    folder = cache_dir / f"vocabulary-{digest.hexdigest()[:32]}"
+    if not folder.exists():
+        try:
+            tokenizer = VanillaTransformerTokenizer.train_from_iterator(
+                iterate_texts(text, options.invalid_pairs), options.vocab_size, min_frequency=options.min_frequency
+            )
+        except ValueError as error:
+            raise error if isinstance(error, UserError) else UserError(str(error)) from error
+        partial = cache_dir / f"{folder.name}.partial-{os.getpid()}"
+        try:
+            tokenizer.save_pretrained(partial)
+            partial.rename(folder)
+        except OSError:
+            # Another process may have finished the same vocabulary first.
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return VanillaTransformerTokenizer.from_pretrained(folder)
