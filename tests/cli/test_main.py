@@ -1,0 +1,150 @@
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import vanilla_transformer
+from vanilla_transformer.cli import VERBS
+
+
+SCRIPT = Path(sysconfig.get_path("scripts")) / "vanilla-transformer"
+# What takes seconds to import.
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "evaluate", "tokenizers", "sacrebleu", "pandas", "pyarrow"}
+
+
+def run_script(*arguments: str) -> tuple[subprocess.CompletedProcess, set[str]]:
+    """Run the console script itself; returns its result and what it imported."""
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", SCRIPT, *arguments], capture_output=True, text=True, check=False
+    )
+    times = re.findall(r"^import time:.*\|\s*(\S+)$", result.stderr, flags=re.MULTILINE)
+    result.stderr = re.sub(r"^import time:.*\n", "", result.stderr, flags=re.MULTILINE)
+    return result, set(times)
+
+
+# Help and version
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_lists_every_verb(call, flag):
+    status, out, err = call(flag)
+    assert (status, err) == (0, "")
+    for verb, summary in VERBS.items():
+        assert re.search(rf"^ +{verb} +{re.escape(summary)}$", out, flags=re.MULTILINE)
+
+
+def test_the_version_is_the_installed_packages(call):
+    version = importlib.metadata.version("vanilla-transformer")
+    assert call("--version") == (0, f"vanilla-transformer {version}\n", "")
+    assert vanilla_transformer.__version__ == version
+
+
+def test_without_a_verb_the_overview_is_printed_and_the_command_fails(call):
+    status, out, err = call()
+    assert (status, err) == (2, "")
+    assert out == call("--help")[1]
+
+
+@pytest.mark.parametrize(("given", "nearest"), [("trian", "train"), ("translat", "translate"), ("scores", "score")])
+def test_an_unknown_verb_names_the_nearest(refused, given, nearest):
+    assert refused(given, status=2) == f"vanilla-transformer: {given} is not a verb; did you mean {nearest}?"
+
+
+def test_a_verb_like_no_other_is_answered_with_the_verbs(refused):
+    line = refused("xyzzy", status=2)
+    assert all(verb in line for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(call, verb):
+    status, out, err = call(verb, "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"usage: vanilla-transformer {verb} ")
+    assert VERBS[verb].capitalize() in out
+
+
+def test_every_module_of_a_verb_is_in_the_overview():
+    folder = Path(vanilla_transformer.__file__).parent / "cli"
+    with_options = {path.stem for path in folder.glob("*.py") if "\nOPTIONS = " in path.read_text(encoding="utf-8")}
+    assert with_options == set(VERBS)
+
+
+# Nothing heavy is imported before it is needed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "answer"),
+    [
+        (["--help"], 0, "usage: vanilla-transformer VERB"),
+        (["--version"], 0, f"vanilla-transformer {vanilla_transformer.__version__}"),
+        (["train", "--help"], 0, "usage: vanilla-transformer train"),
+        (["train", "--max_update", "3"], 2, "did you mean --max_updates?"),
+        (["train", "--config", "nosuch"], 2, "base, big, multi30k, quickstart"),
+        (["train", "--train_files", "nosuch.en", "nosuch.de"], 1, "nosuch.en does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_console_script_answers_without_importing_torch(arguments, status, answer):
+    result, imported = run_script(*arguments)
+    assert result.returncode == status
+    assert answer in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert "vanilla_transformer.cli" in imported
+    assert not {name.split(".")[0] for name in imported} & HEAVY
+
+
+def test_a_reader_that_leaves_is_no_error():
+    # Standard output is a pipe whose reading end is closed.
+    reading, writing = os.pipe()
+    os.close(reading)
+    # Without a buffer, argparse itself hides the error.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for arguments in (["--help"], ["average", "--help"]):
+        result = subprocess.run(
+            [sys.executable, SCRIPT, *arguments],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        assert (result.returncode, result.stderr) == (141, "")
+    os.close(writing)
+
+
+# The package
+
+
+def test_importing_the_package_registers_its_classes(tmp_path):
+    code = """
+import json, sys, vanilla_transformer
+assert "vanilla_transformer.modeling_vanilla_transformer" in sys.modules
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
+config = AutoConfig.for_model("vanilla_transformer", vocab_size=300, d_model=8, encoder_layers=1, decoder_layers=1)
+vanilla_transformer.register()
+names = [type(config), type(AutoModel.from_config(config)), type(AutoModelForSeq2SeqLM.from_config(config))]
+vanilla_transformer.VanillaTransformerTokenizer().save_pretrained(sys.argv[1])
+config.save_pretrained(sys.argv[1])
+print(json.dumps([kind.__name__ for kind in [*names, type(AutoTokenizer.from_pretrained(sys.argv[1]))]]))
+"""
+    result = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout) == [
+        "VanillaTransformerConfig",
+        "VanillaTransformerModel",
+        "VanillaTransformerForConditionalGeneration",
+        "VanillaTransformerTokenizer",
+    ]
+
+
+def test_the_public_names_are_there_and_no_others_are_made_up():
+    for name in vanilla_transformer.__all__:
+        assert getattr(vanilla_transformer, name).__name__ == name
+    assert set(vanilla_transformer.__all__) <= set(dir(vanilla_transformer))
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = vanilla_transformer.Nothing

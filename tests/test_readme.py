@@ -1,0 +1,131 @@
+import ast
+import re
+import shlex
+import tomllib
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from vanilla_transformer.cli import VERBS
+from vanilla_transformer.cli.options import parse
+
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+LAUNCHED = {"scripts/train.py": "train", "scripts/evaluate.py": "evaluate"}
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of every simple command of a shell block."""
+    commands: list[list[str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set("&|;"):
+                if words:
+                    commands.append(words)
+                words = []
+            else:
+                words.append(word)
+    return commands
+
+
+def calls_of(words: list[str]) -> list[str] | None:
+    """Verb and arguments of a call of ours, by the console script or a launched script; else `None`."""
+    for position, word in enumerate(words):
+        if Path(word).name == "vanilla-transformer":
+            return words[position + 1 :]
+        if word in LAUNCHED:
+            return [LAUNCHED[word], *words[position + 1 :]]
+    return None
+
+
+SHELL = [words for language, text in BLOCKS if language == "sh" for words in commands_of(text)]
+# Commands in running text and tables, too.
+INLINE = [shlex.split(text) for text in re.findall(r"`([^`\n]*\bvanilla-transformer [^`\n]*)`", README)]
+CALLS = [call for words in [*SHELL, *INLINE] if (call := calls_of(words))]
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+
+
+def requirement_names() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *extras["test"], *extras["dev"]]
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in listed}
+    return {normal(name) for name in names} - {normal(project["name"])}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_commands_are_found():
+    verbs = {call[0] for call in CALLS}
+    assert {"quickstart", "train", "translate", "evaluate", "score"} <= verbs
+    assert sum(any("pip" in word for word in words) for words in SHELL) >= 2
+
+
+@pytest.mark.parametrize("call", CALLS, ids=" ".join)
+def test_every_command_parses(call):
+    verb, *arguments = call
+    if verb == "VERB":
+        assert arguments == ["--help"]
+        return
+    assert verb in VERBS
+    module = import_module(f"vanilla_transformer.cli.{verb}")
+    options = parse(module.OPTIONS, arguments, prog=verb, summary="")
+    assert isinstance(options, module.OPTIONS)
+
+
+def test_both_commands_of_the_set_up_use_the_constraints_and_what_they_install():
+    installs = [words for words in SHELL if "install" in words and words[0].endswith("pip")]
+    assert len(installs) >= 2
+    for words in installs:
+        assert words[words.index("-c") + 1] == "constraints.txt"
+    assert [words[-1] for words in installs[:2]] == [".", ".[test]"]
+    assert [".venv/bin/python", "-m", "pytest"] in SHELL
+
+
+def test_launched_scripts_exist():
+    for words in SHELL:
+        for word in words:
+            if word.startswith("scripts/"):
+                assert (ROOT / word).is_file()
+                assert word in LAUNCHED
+
+
+def test_the_python_blocks_compile_and_import_what_exists():
+    assert PYTHON
+    for text in PYTHON:
+        tree = ast.parse(text)
+        compile(tree, "README.md", "exec")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert all(find_spec(alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                module = import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), node.module
+
+
+def test_files_that_are_named_exist():
+    for target in re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", README):
+        assert (ROOT / target).exists(), target
+    for name in re.findall(r"`((?:vanilla_transformer|tests|scripts)/[\w./-]+)`", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_constraints_pin_every_requirement_exactly():
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith("#"):
+            pin = re.fullmatch(r"([\w.-]+)==([\w.+!]+)", line.strip())
+            assert pin, line
+            assert normal(pin[1]) not in pins
+            pins[normal(pin[1])] = pin[2]
+    assert requirement_names() <= pins.keys()
+    assert pins["torch"] == "2.13.0"

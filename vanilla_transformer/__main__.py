@@ -1,0 +1,8 @@
+"""`python -m vanilla_transformer` is the command line."""
+
+import sys
+
+from .cli import main
+
+
+sys.exit(main())

@@ -1,0 +1,116 @@
+"""The command line, `vanilla-transformer VERB`: one module a verb, imported when its verb is called."""
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from vanilla_transformer import __version__
+from vanilla_transformer.errors import UserError
+
+
+PROGRAM = "vanilla-transformer"
+
+VERBS = {
+    "quickstart": "train, evaluate and try a small English-German model on the shipped sample",
+    "tokenizer": "train a vocabulary on text files",
+    "prepare": "train the vocabulary and encode the text of a training run, without training",
+    "train": "train a translation model on parallel text",
+    "average": "average the last checkpoints of a run",
+    "translate": "translate arguments, a file or standard input",
+    "evaluate": "translate a test set and score it with BLEU and chrF",
+    "score": "score a file of translations with BLEU and chrF",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments; `None` takes the process's.
+
+    Returns:
+        Exit status: 0 done, 1 a mistake in the input, 2 a mistake in the command, 128 + n stopped by signal n.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = PROGRAM
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(_overview(), flush=True)
+            return 0 if arguments else 2
+        if arguments[0] == "--version":
+            print(f"{PROGRAM} {__version__}", flush=True)
+            return 0
+        verb = arguments[0]
+        if verb not in VERBS:
+            raise _usage_error(verb)
+        name = f"{PROGRAM} {verb}"
+        status = _run(verb, arguments[1:])
+        sys.stdout.flush()
+        return status
+    except _UsageError as error:
+        _complain(name, str(error))
+        return 2
+    except UserError as error:
+        _complain(name, str(error))
+        return 1
+    except KeyboardInterrupt:
+        _complain(name, "stopped by Ctrl-C.")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has left; closing standard output now would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        _complain(name, f"{error.strerror}: {error.filename or 'the output'}; make room or choose another folder.")
+        return 1
+
+
+class _UsageError(UserError):
+    """A mistake in the command itself."""
+
+
+def _run(verb: str, arguments: Sequence[str]) -> int:
+    from .options import parse
+
+    module = import_module(f".{verb}", __name__)
+    try:
+        options = parse(module.OPTIONS, arguments, prog=f"{PROGRAM} {verb}", summary=f"{VERBS[verb].capitalize()}.")
+    except UserError as error:
+        raise _UsageError(str(error)) from error
+    except SystemExit:
+        # argparse has printed the help.
+        return 0
+    return module.run(options)
+
+
+def _usage_error(verb: str) -> UserError:
+    import difflib
+
+    nearest = difflib.get_close_matches(verb, VERBS, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"the verbs are {', '.join(VERBS)}."
+    return _UsageError(f"{verb} is not a verb; {hint}")
+
+
+def _overview() -> str:
+    lines = [f"  {verb:<12}{summary}" for verb, summary in VERBS.items()]
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} VERB [OPTIONS]",
+            "",
+            "The original Transformer (Vaswani et al., 2017) for training translation models.",
+            "",
+            *lines,
+            "",
+            f"`{PROGRAM} VERB --help` lists a verb's options; `{PROGRAM} --version` prints the version.",
+        ]
+    )
+
+
+def _complain(name: str, message: str) -> None:
+    # One of several processes speaks for all.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}: {message}", file=sys.stderr)

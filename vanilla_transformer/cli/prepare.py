@@ -1,0 +1,26 @@
+"""`prepare`: train the vocabulary and encode the text of a training run, without training."""
+
+from vanilla_transformer.training.configuration import TrainingOptions, check_texts, check_writable
+
+
+OPTIONS = TrainingOptions
+
+
+def run(options: TrainingOptions) -> int:
+    """Leave vocabulary and encoded text in the cache folder, where `train` with the same options finds them."""
+    options.check()
+    check_texts(options)
+    cache_dir = options.cache_dir or options.output_dir / "cache"
+    check_writable(cache_dir)
+    from .session import start
+
+    start()
+    from vanilla_transformer.training.preparation import prepare
+
+    data = prepare(options, cache_dir, show_progress=True)
+    for name, corpus in (("training", data.train), ("validation", data.valid)):
+        if corpus is not None:
+            dropped = corpus.report["summary"] or "dropped none"
+            print(f"{name}: kept {len(corpus):,} of {corpus.report['pairs_read']:,} pairs; {dropped}")
+    print(f"vocabulary: {len(data.tokenizer):,} entries")
+    return 0

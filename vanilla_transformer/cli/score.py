@@ -1,0 +1,32 @@
+"""`score`: score a file of translations with BLEU and chrF."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from vanilla_transformer.training.configuration import option
+
+from .evaluate import read_lines
+
+
+@dataclass(kw_only=True)
+class ScoreOptions:
+    """Options of `score`."""
+
+    translations: Path = option(..., "File of translations, one a line.")
+    references: Path = option(..., "File of references, one a line.")
+    tokenize: str = option("13a", "sacreBLEU's tokenisation: 13a, none (text tokenised before), intl, char, zh, ...")
+    lowercase: bool = option(False, "Ignore case.")
+
+
+OPTIONS = ScoreOptions
+
+
+def run(options: ScoreOptions) -> int:
+    """Print the scores as JSON."""
+    translations, references = read_lines(options.translations), read_lines(options.references)
+    from vanilla_transformer.evaluation import score
+
+    scores = score(translations, references, tokenize=options.tokenize, lowercase=options.lowercase)
+    print(json.dumps(scores.as_dict(), indent=2))
+    return 0

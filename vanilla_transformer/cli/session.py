@@ -1,0 +1,16 @@
+"""What a verb does before it works with models: registration, and quiet libraries."""
+
+
+def start() -> None:
+    """Register the package's classes and silence the libraries' own progress bars and notes."""
+    from datasets.utils.logging import disable_progress_bar
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    from vanilla_transformer import register
+
+    register()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    disable_progress_bar()

@@ -1,0 +1,60 @@
+"""`train`: train a translation model on parallel text."""
+
+import sys
+from pathlib import Path
+
+from vanilla_transformer.training.configuration import TrainingOptions, check_texts
+
+
+OPTIONS = TrainingOptions
+
+
+def run(options: TrainingOptions) -> int:
+    """Train, or with `--dry_run` estimate."""
+    options.check()
+    check_texts(options)
+    from .session import start
+
+    start()
+    if options.dry_run:
+        from vanilla_transformer.training.estimation import dry_run
+
+        for name, value in dry_run(options).items():
+            print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+        return 0
+    from vanilla_transformer.training.engine import train
+
+    result = train(options, _sample_bleu(options))
+    if result.interrupted_by is not None:
+        print(
+            f"Stopped after {result.updates:,} updates and saved; continue with --resume.", file=sys.stderr, flush=True
+        )
+        return 128 + result.interrupted_by
+    return 0
+
+
+def _sample_bleu(options: TrainingOptions):
+    """BLEU on evenly spaced validation sentences, for the engine to call at each validation."""
+    if not options.valid_files or options.valid_bleu_sentences == 0:
+        return None
+    from vanilla_transformer.data.corpora import ParallelText, Rejections
+    from vanilla_transformer.evaluation import evaluate_model
+    from vanilla_transformer.translation.translator import Translator
+
+    text = ParallelText(tuple(Path(path) for path in options.valid_files), options.tsv_columns)
+    pairs = [(source, target) for _, source, target in text.pairs(Rejections("drop"))]
+    if not pairs:
+        # The engine says what is wrong with the text.
+        return None
+    if not pairs:
+        # The engine names what is wrong with the text.
+        return None
+    step = max(1, len(pairs) // options.valid_bleu_sentences)
+    sources, references = zip(*pairs[::step][: options.valid_bleu_sentences], strict=True)
+
+    def evaluation(model, tokenizer):
+        # Greedy: the curve is to be looked at often, and costs a tenth of a beam search.
+        translator = Translator(model, tokenizer, num_beams=1, tokens_per_batch=options.tokens_per_batch)
+        return {"bleu": evaluate_model(translator, sources, references)[0].bleu}
+
+    return evaluation

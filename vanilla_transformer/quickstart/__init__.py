@@ -1,0 +1,1 @@
+"""The guided first run, and the sample of parallel text that it trains on."""
