@@ -735,10 +735,23 @@ def test_two_vocabularies_cannot_be_resized_as_one():
         build(share_encoder_decoder_embeddings=False).resize_token_embeddings(40)
 
 
+def rows_of_one_matrix(name):
+    """Names of all weights that are rows of the matrix that `name` belongs to.
+
+    The authors' code projects to queries, keys and values with one matrix, and from the encoder to keys and values.
+    """
+    for block, parts in (("self_attn.", "qkv"), ("encoder_attn.", "kv")):
+        for part in parts:
+            if f"{block}{part}_proj." in name:
+                return [name.replace(f"{part}_proj.", f"{other}_proj.") for other in parts]
+    return [name]
+
+
 def assert_freshly_initialised(model: VanillaTransformerForConditionalGeneration, names) -> None:
     d_model = model.config.d_model
+    state = model.state_dict()
     for name in names:
-        tensor = model.state_dict()[name]
+        tensor = state[name]
         if "norm.weight" in name:
             assert (tensor == 1).all(), name
         elif name.endswith("bias"):
@@ -752,7 +765,8 @@ def assert_freshly_initialised(model: VanillaTransformerForConditionalGeneration
             assert abs(rows.std().item() / d_model**-0.5 - 1) < 10 / math.sqrt(2 * rows.numel()), name
             assert abs(rows.mean().item()) < 10 * d_model**-0.5 / math.sqrt(rows.numel()), name
         else:
-            bound = math.sqrt(6 / sum(tensor.shape))
+            fan_out = sum(state[part].shape[0] for part in rows_of_one_matrix(name))
+            bound = math.sqrt(6 / (tensor.shape[1] + fan_out))
             assert tensor.abs().max() <= bound, name
             assert tensor.abs().max() > 0.9 * bound, name
             assert abs(tensor.std().item() / (bound / math.sqrt(3)) - 1) < 0.15, name

@@ -154,7 +154,8 @@ def test_the_ending_is_an_option(tokenizer, tmp_path):
     assert tokenizer("a b", add_special_tokens=False)["input_ids"] == tokenizer("a b")["input_ids"][:-1]
     bare = VanillaTransformerTokenizer(add_eos_token=False)
     bare.save_pretrained(tmp_path)
-    for other in (bare, AutoTokenizer.from_pretrained(tmp_path, add_eos_token=False)):
+    for other in (bare, AutoTokenizer.from_pretrained(tmp_path)):
+        assert not other.add_eos_token
         assert EOS not in other("a b")["input_ids"]
 
 

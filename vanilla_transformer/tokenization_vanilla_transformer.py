@@ -26,7 +26,7 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         eos_token: The end of a source or target.
         unk_token: Never produced by this vocabulary, which knows all bytes.
         mask_token: Stands for a hidden token in masked language modelling.
-        add_eos_token: Whether `</s>` is appended to every text.
+        add_eos_token: Whether `</s>` is appended to every text. `None` means yes, or what was saved with a vocabulary.
         split_special_tokens: Whether special tokens' names inside a text stay text.
         **kwargs: Options that every `TokenizersBackend` has.
 
@@ -53,7 +53,7 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         eos_token: str = "</s>",
         unk_token: str = "<unk>",
         mask_token: str = "<mask>",
-        add_eos_token: bool = True,
+        add_eos_token: bool | None = None,
         split_special_tokens: bool = True,
         **kwargs,
     ):
@@ -65,16 +65,21 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         self._tokenizer.decoder = decoders.ByteLevel()
         # Decoding must give back what was encoded, spaces before punctuation included.
         kwargs.setdefault("clean_up_tokenization_spaces", False)
+        # A saved vocabulary comes with a post-processor, which alone tells whether `</s>` is appended.
+        is_reloaded = kwargs.get("post_processor") is not None
+        if add_eos_token is not None or not is_reloaded:
+            kwargs["add_eos_token"] = True if add_eos_token is None else add_eos_token
         super().__init__(
             pad_token=pad_token,
             bos_token=bos_token,
             eos_token=eos_token,
             unk_token=unk_token,
             mask_token=mask_token,
-            add_eos_token=add_eos_token,
             split_special_tokens=split_special_tokens,
             **kwargs,
         )
+        if "add_eos_token" not in kwargs:
+            self._add_eos_token = self._tokenizer.encode("").ids == [self.eos_token_id]
 
     @classmethod
     def train_from_iterator(

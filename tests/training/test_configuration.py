@@ -85,6 +85,8 @@ BROKEN_RULES = [
     ],
     ("valid_bleu_sentences", -1, "it must be at least 0."),
     *[("seed", value, "it must be at least 0 and below 2 ** 63.") for value in (-1, 2**63)],
+    ("invalid_pairs", "ignore", "it must be one of drop, refuse."),
+    ("norm_position", "both", "it must be one of post, pre."),
     ("preset", "huge", "it must be one of base, big, "),
     ("provenance", "moses", "it must be paper, tensor2tensor-2017 or fairseq or marian."),
 ]

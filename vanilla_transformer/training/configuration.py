@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from vanilla_transformer.data.corpora import ParallelText, check_language_order, check_language_suffixes
 from vanilla_transformer.errors import UserError
@@ -116,6 +116,11 @@ class TrainingOptions:
         """
         if not self.train_files:
             raise UserError("No training text was given; name it with --train_files SOURCE TARGET.")
+        for name, hint in get_type_hints(type(self)).items():
+            choices = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
+            if choices and getattr(self, name) is not None:
+                allowed = get_args(choices[0])
+                self._require(name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
         for name in (
             "min_frequency",
             "max_updates",
