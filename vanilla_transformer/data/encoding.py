@@ -91,7 +91,8 @@ def encode(
         UserError: Files of unequal length, an invalid pair that is refused, or no pair left.
     """
     num_lines = text.check_lines()
-    fingerprint = _fingerprint(text, tokenizer, max_length, invalid_pairs)
+    options = (FORMAT_VERSION, fingerprint_of_tokenizer(tokenizer), max_length, invalid_pairs)
+    fingerprint = fingerprint_of_text(text, options)
     folder = cache_dir / fingerprint
     if not folder.exists():
         partial = cache_dir / f"{fingerprint}.partial-{os.getpid()}"
@@ -137,13 +138,13 @@ def fingerprint_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprint(text: ParallelText, tokenizer: PreTrainedTokenizerBase, max_length: int, invalid_pairs: str) -> str:
+def fingerprint_of_text(text: ParallelText, options: Sequence[object]) -> str:
+    """Digest of the content of text files, and of options that decide what is made of them."""
     digest = hashlib.sha256()
     for path in text.files:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    options = [FORMAT_VERSION, text.columns, fingerprint_of_tokenizer(tokenizer), max_length, invalid_pairs]
-    digest.update(json.dumps(options).encode())
+    digest.update(json.dumps([text.columns, *options]).encode())
     return digest.hexdigest()[:32]
 
 

@@ -1,7 +1,5 @@
 """From training options to vocabulary, encoded text and model configuration."""
 
-import hashlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.corpora import ParallelText
-from vanilla_transformer.data.encoding import EncodedCorpus, encode, iterate_texts
+from vanilla_transformer.data.encoding import EncodedCorpus, encode, fingerprint_of_text, iterate_texts
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
@@ -126,12 +124,7 @@ def model_configuration(options: TrainingOptions, tokenizer: PreTrainedTokenizer
 
 
 def _train_vocabulary(text: ParallelText, options: TrainingOptions, cache_dir: Path) -> VanillaTransformerTokenizer:
-    digest = hashlib.sha256()
-    for path in text.files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    digest.update(json.dumps([text.columns, options.vocab_size, options.min_frequency]).encode())
-    folder = cache_dir / f"vocabulary-{digest.hexdigest()[:32]}"
+    folder = cache_dir / f"vocabulary-{fingerprint_of_text(text, (options.vocab_size, options.min_frequency))}"
     if not folder.exists():
         try:
             tokenizer = VanillaTransformerTokenizer.train_from_iterator(
