@@ -14,7 +14,8 @@ def report_process(prepare):
 
     def prepare_and_report(self, *arguments, **options):
         prepared = prepare(self, *arguments, **options)
-        print(f"process {os.getpid()} trains a {type(prepared[0]).__name__}", flush=True)
+        # One system call: lines that several processes print may be cut into each other.
+        os.write(1, f"process {os.getpid()} trains a {type(prepared[0]).__name__}\n".encode())
         return prepared
 
     return prepare_and_report
