@@ -135,7 +135,8 @@ def wait_for_updates(folder: Path, updates: int, process: subprocess.Popen, log:
 
 def workers_of(log: Path) -> list[int]:
     """Process ids that the workers printed, once each was seen to wrap the model."""
-    found = re.findall(r"^process (\d+) trains a (\w+)$", log.read_text(), flags=re.MULTILINE)
+    # Not only at the start of a line: the other process's progress bar leaves its line open.
+    found = re.findall(r"process (\d+) trains a (\w+)\n", log.read_text())
     assert [name for _, name in found] == ["DistributedDataParallel"] * 2, log.read_text()
     return [int(number) for number, _ in found]
 
