@@ -1,3 +1,6 @@
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -5,6 +8,7 @@ import pytest
 from vanilla_transformer.cli import main
 
 
+SCRIPT = Path(sysconfig.get_path("scripts")) / "vanilla-transformer"
 DATA = Path(__file__).parents[1] / "data"
 # A model that trains in well under a second.
 SMALL = """
@@ -35,6 +39,40 @@ def run_folder(tmp_path_factory, corpus):
     arguments = ["train", "--train_files", *files, "--valid_files", *files, "--output_dir", str(folder)]
     assert main([*arguments, *SMALL, "--max_updates", "4"]) == 0
     return folder
+
+
+@pytest.fixture
+def train(corpus, small, tmp_path):
+    """Arguments of a short training in `tmp_path / "run"`; later flags win."""
+
+    def train(*flags, files=corpus):
+        folder = ["--output_dir", tmp_path / "run"]
+        return ["train", "--train_files", *files, *folder, *small, "--max_updates", "2", *flags]
+
+    return train
+
+
+@pytest.fixture
+def write():
+    """Write a file of lines; returns its path."""
+
+    def write(path: Path, *lines: str) -> Path:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def start():
+    """Start the console script as a process of its own."""
+
+    def start(arguments, **options) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, SCRIPT, *map(str, arguments)], stderr=subprocess.PIPE, text=True, **options
+        )
+
+    return start
 
 
 @pytest.fixture

@@ -1,0 +1,53 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+def test_evaluation_writes_what_it_prints(call, run_folder, corpus, tmp_path):
+    files = ["--source", corpus[0], "--references", corpus[1]]
+    outputs = ["--output", tmp_path / "scores.json", "--translations", tmp_path / "out.de"]
+    status, out, _ = call("evaluate", "--model", run_folder, *files, *outputs)
+    assert status == 0
+    scores = json.loads(out)
+    assert scores == json.loads((tmp_path / "scores.json").read_text())
+    status, out, _ = call("score", "--translations", tmp_path / "out.de", "--references", corpus[1])
+    assert status == 0
+    assert json.loads(out) | {"model": str(run_folder)} == scores
+
+
+def test_an_output_that_is_an_input_of_the_evaluation(refused, run_folder, corpus, tmp_path, contents):
+    source, references = (Path(shutil.copy(path, tmp_path)) for path in corpus)
+    before = contents(tmp_path)
+    arguments = ["evaluate", "--model", run_folder, "--source", source, "--references", references]
+    for flags in (
+        ["--translations", references],
+        ["--output", tmp_path / "." / source.name],
+        ["--output", tmp_path / "same", "--translations", tmp_path / "same"],
+    ):
+        assert "was given twice" in refused(*arguments, *flags)
+    assert contents(tmp_path) == before
+
+
+def test_evaluating_files_of_unequal_length(refused, run_folder, corpus, tmp_path, write):
+    short = write(tmp_path / "short.de", "eins", "zwei")
+    files = ["--source", corpus[0], "--references", short, "--output", tmp_path / "scores.json"]
+    assert "40 sources and 2 references" in refused("evaluate", "--model", run_folder, *files)
+    assert not (tmp_path / "scores.json").exists()
+
+
+def test_scoring_files_of_unequal_length(refused, corpus, tmp_path, write):
+    short = write(tmp_path / "short.de", "eins", "zwei")
+    assert "2 translations and 40 references" in refused("score", "--translations", short, "--references", corpus[1])
+
+
+@pytest.mark.parametrize("verb", ["score", "evaluate"])
+def test_an_unknown_tokenisation(refused, run_folder, corpus, verb):
+    files = {
+        "score": ["--translations", corpus[0], "--references", corpus[1]],
+        "evaluate": ["--model", run_folder, "--source", corpus[0], "--references", corpus[1]],
+    }[verb]
+    line = refused(verb, *files, "--tokenize", "14a")
+    assert "--tokenize is 14a" in line
+    assert "13a" in line
