@@ -1,4 +1,5 @@
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,21 @@ def test_evaluation_writes_what_it_prints(call, run_folder, corpus, tmp_path):
     status, out, _ = call("score", "--translations", tmp_path / "out.de", "--references", corpus[1])
     assert status == 0
     assert json.loads(out) | {"model": str(run_folder)} == scores
+
+
+@pytest.mark.parametrize("flag", ["--output", "--translations"])
+def test_a_full_disk_leaves_what_was_there(refused, run_folder, corpus, tmp_path, write, contents, flag):
+    output = write(tmp_path / "out", "before")
+    before = contents(tmp_path)
+    files = ["--source", corpus[0], "--references", corpus[1]]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        line = refused("evaluate", "--model", run_folder, *files, flag, output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in line
+    assert contents(tmp_path) == before
 
 
 def test_an_output_that_is_an_input_of_the_evaluation(refused, run_folder, corpus, tmp_path, contents):

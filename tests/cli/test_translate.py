@@ -75,7 +75,7 @@ def test_an_output_is_replaced_when_the_new_one_is_whole(call, refused, run_fold
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
-def test_a_pipe_is_written_to_and_stays_a_pipe(call, run_folder, tmp_path, start):
+def test_a_pipe_is_written_to_and_stays_a_pipe(call, run_folder, tmp_path):
     pipe, received = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: received.append(pipe.read_text(encoding="utf-8")))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vanilla_transformer.training.configuration import option
 
-from .evaluate import read_lines
+from .files import read_lines
 
 
 @dataclass(kw_only=True)

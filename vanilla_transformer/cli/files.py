@@ -1,0 +1,77 @@
+"""The files that verbs read and write: whole lines in, whole files out."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vanilla_transformer.errors import UserError
+
+
+def read_lines(path: Path) -> list[str]:
+    """Read a text file's lines without their ends.
+
+    Args:
+        path: File in UTF-8.
+
+    Returns:
+        The lines.
+
+    Raises:
+        UserError: The file is missing, empty or not UTF-8.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the path.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start + 1}); convert it.") from error
+    # Only "\n" ends a line; `splitlines` would also split at U+2028.
+    lines = text.removesuffix("\n").split("\n")
+    if lines == [""]:
+        raise UserError(f"{path} is empty; give at least one line.")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def check_output_file(path: Path, taken: Sequence[Path] = ()) -> None:
+    """Refuse a file that `write_lines` could not write, before there is work to lose.
+
+    Args:
+        path: File to write; what it holds is left as it is.
+        taken: Files that must not be overwritten.
+
+    Raises:
+        UserError: The path is a folder, nothing can be written there, or it is one of `taken`.
+    """
+    if path.resolve() in [other.resolve() for other in taken]:
+        raise UserError(f"{path} was given twice, and would be overwritten; name another file for the output.")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give a file for the output.")
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise UserError(f"{path} cannot be written: its folder does not exist; make it first.")
+    # A file is replaced by a new one of its folder.
+    needed = [path, folder] if path.is_file() else [path if path.exists() else folder]
+    if not all(os.access(place, os.W_OK) for place in needed):
+        raise UserError(f"{path} cannot be written; choose another file or correct its permissions.")
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a text file whole or not at all: a file that exists is replaced once the new one is complete.
+
+    Args:
+        path: File to write. A link stays, and the file that it names is replaced; a device or a pipe, such as
+            `/dev/null`, is written to and stays.
+        lines: Lines without their ends.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        return
+    path = path.resolve()
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
