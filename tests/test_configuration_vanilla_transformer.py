@@ -85,9 +85,10 @@ BROKEN_RULES = [
     ({"activation_function": "rleu"}, ["`activation_function` is 'rleu'", '"relu"']),
     *[
         ({"vocab_size": 100, name: value}, [f"`{name}` is {value}", "0 to 99"])
-        for name in ("pad_token_id", "bos_token_id", "decoder_start_token_id")
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
         for value in (100, -1)
     ],
+    ({"vocab_size": 100, "eos_token_id": [2, 100]}, ["`eos_token_id` is [2, 100]", "0 to 99"]),
 ]
 
 
@@ -122,6 +123,7 @@ def test_smallest_and_unusual_values_are_accepted():
         d_model=15, encoder_attention_heads=3, decoder_attention_heads=5, position_embedding_type="learned"
     )
     VanillaTransformerConfig(pad_token_id=None, bos_token_id=None, eos_token_id=[2, 3])
+    VanillaTransformerConfig(eos_token_id=None, decoder_start_token_id=None)
     VanillaTransformerConfig(d_model=4, encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=5)
 
 
@@ -131,8 +133,9 @@ def test_ids_lie_in_the_vocabularies_that_look_them_up():
     with pytest.raises(StrictDataclassClassValidationError, match=r"`pad_token_id` is 50; .* 0 to 49"):
         VanillaTransformerConfig(**two, pad_token_id=50)
     two = {"vocab_size": 80, "decoder_vocab_size": 50, "share_encoder_decoder_embeddings": False}
-    with pytest.raises(StrictDataclassClassValidationError, match=r"`decoder_start_token_id` is 50; .* 0 to 49"):
-        VanillaTransformerConfig(**two, decoder_start_token_id=50)
+    for name in ("decoder_start_token_id", "eos_token_id"):
+        with pytest.raises(StrictDataclassClassValidationError, match=rf"`{name}` is 50; .* 0 to 49"):
+            VanillaTransformerConfig(**two, **{name: 50})
 
 
 @pytest.mark.parametrize(

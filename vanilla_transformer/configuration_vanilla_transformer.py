@@ -54,7 +54,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         is_decoder: Whether the model is a decoder alone.
         pad_token_id: Id of `<pad>`.
         bos_token_id: Id of `<s>`.
-        eos_token_id: Id of `</s>`, which ends sources and targets.
+        eos_token_id: Id of `</s>`, which ends sources and targets, or a list of ids that end targets.
         decoder_start_token_id: Id that the decoder starts from.
         **kwargs: Options that every `PreTrainedConfig` has.
 
@@ -179,11 +179,13 @@ class VanillaTransformerConfig(PreTrainedConfig):
         for name, size in (
             ("pad_token_id", min(self.vocab_size, self.decoder_vocab_size)),
             ("bos_token_id", max(self.vocab_size, self.decoder_vocab_size)),
+            ("eos_token_id", self.decoder_vocab_size),
             ("decoder_start_token_id", self.decoder_vocab_size),
         ):
-            token_id = getattr(self, name)
-            if token_id is not None and not 0 <= token_id < size:
-                raise ValueError(f"`{name}` is {token_id}; it must lie in the vocabulary, 0 to {size - 1}.")
+            value = getattr(self, name)
+            for token_id in value if isinstance(value, list) else [value]:
+                if token_id is not None and not 0 <= token_id < size:
+                    raise ValueError(f"`{name}` is {value}; it must lie in the vocabulary, 0 to {size - 1}.")
 
 
 __all__ = ["VanillaTransformerConfig"]
