@@ -716,23 +716,35 @@ def test_resized_models_keep_their_rows_and_ties(tied, size, tmp_path):
         assert torch.equal(logits, model.eval()(**batch).logits)
 
 
-def test_a_resized_base_model_keeps_its_ties(tmp_path):
-    build().float().save_pretrained(tmp_path)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [37, 21])
+def test_a_resized_base_model_keeps_its_rows_and_ties(tied, size, tmp_path):
+    build(tie_word_embeddings=tied).float().save_pretrained(tmp_path)
     base = AutoModel.from_pretrained(tmp_path)
     before = base.shared.weight.clone()
-    base.resize_token_embeddings(37)
+    base.resize_token_embeddings(size)
     base.save_pretrained(tmp_path / "resized")
     loaded = AutoModel.from_pretrained(tmp_path / "resized")
-    assert (loaded.config.vocab_size, loaded.config.decoder_vocab_size) == (37, 37)
+    kept = min(size, 30)
     for model in (base, loaded):
+        assert (model.config.vocab_size, model.config.decoder_vocab_size) == (size, size)
         assert model.shared.weight is model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight
-        assert model.shared.weight.shape == (37, 24)
-        assert torch.equal(model.shared.weight[:30], before)
+        assert model.shared.weight.shape == (size, 24)
+        assert torch.equal(model.shared.weight[:kept], before[:kept])
+    # The projection that the base model lacks has the new size, too.
+    head = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "resized")
+    assert_ties(head, tied=tied, shared=True)
+    assert torch.equal(head.model.shared.weight, base.shared.weight)
 
 
-def test_two_vocabularies_cannot_be_resized_as_one():
-    with pytest.raises(ValueError, match=r"one vocabulary that both sides share.*build a model of the new sizes"):
-        build(share_encoder_decoder_embeddings=False).resize_token_embeddings(40)
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_vocabularies_cannot_be_resized_as_one(tied):
+    model = build(share_encoder_decoder_embeddings=False, decoder_vocab_size=33, tie_word_embeddings=tied)
+    for part in (model, model.model):
+        with pytest.raises(ValueError, match=r"one vocabulary that both sides share.*build a model of the new sizes"):
+            part.resize_token_embeddings(40)
+        assert (part.config.vocab_size, part.config.decoder_vocab_size) == (30, 33)
+        assert [len(stack.embed_tokens.weight) for stack in (model.model.encoder, model.model.decoder)] == [30, 33]
 
 
 def rows_of_one_matrix(name):

@@ -398,6 +398,31 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, VanillaTransformerForConditionalGeneration) and module.final_logits_bias is not None:
             init.zeros_(module.final_logits_bias)
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Change the size of the vocabulary that encoder and decoder share.
+
+        Args:
+            new_num_tokens: New number of entries; `None` keeps it.
+            pad_to_multiple_of: Round the number up to a multiple of this.
+            mean_resizing: Draw new rows around the mean of the old ones, as transformers does.
+
+        Returns:
+            The resized embeddings.
+
+        Raises:
+            ValueError: Encoder and decoder have vocabularies of their own.
+        """
+        if not self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "`resize_token_embeddings` changes one vocabulary that both sides share, and this model has two "
+                "(`share_encoder_decoder_embeddings` is false); build a model of the new sizes instead."
+            )
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.decoder_vocab_size = self.config.vocab_size
+        return embeddings
+
 
 class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
     """What encoder and decoder share: embeddings, positions, and the last normalisation of the pre-norm order."""
@@ -706,7 +731,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Change the size of the vocabulary that encoder and decoder share.
+        """Change the size of the vocabulary that encoder, decoder and output share.
 
         Args:
             new_num_tokens: New number of entries; `None` keeps it.
@@ -719,13 +744,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         Raises:
             ValueError: Encoder and decoder have vocabularies of their own.
         """
-        if not self.config.share_encoder_decoder_embeddings:
-            raise ValueError(
-                "`resize_token_embeddings` changes one vocabulary that both sides share, and this model has two "
-                "(`share_encoder_decoder_embeddings` is false); build a model of the new sizes instead."
-            )
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.decoder_vocab_size = self.config.vocab_size
         if self.final_logits_bias is not None:
             resized = self.final_logits_bias.new_zeros(1, self.config.vocab_size)
             kept = min(self.final_logits_bias.shape[1], self.config.vocab_size)
