@@ -75,10 +75,11 @@ BROKEN_RULES = [
         for value in (-0.1, 1.0, 1.5, float("nan"))
     ],
     *[
-        (name, value, "it must be above 0.")
+        (name, value, "it must be above 0 and finite.")
         for name in ("adam_epsilon", "learning_rate_scale")
-        for value in (0.0, -1.0, float("nan"))
+        for value in (0.0, -1.0, float("nan"), float("inf"))
     ],
+    *[("length_penalty", float(value), "it must be a finite number.") for value in ("nan", "inf", "-inf")],
     *[
         (name, value, "it must be at least 0.")
         for name, value in (("max_grad_norm", -1.0), ("max_grad_norm", float("nan")))
@@ -107,6 +108,8 @@ def test_a_value_out_of_range_is_refused_by_name(name, value, rule):
         {"tokens_per_batch": 2, "tokens_per_update": 2, "max_length": 2},
         {"keep_last": 1, "average_last": 1},
         {"label_smoothing": 0.0, "adam_beta1": 0.0, "adam_beta2": 0.0},
+        {"length_penalty": 0.0},
+        {"length_penalty": -1.5},
         {"seed": 0, "max_grad_norm": 0.0, "valid_bleu_sentences": 0},
         {"train_files": FILES[:1], "valid_files": FILES[1:]},
         {"valid_files": FILES},

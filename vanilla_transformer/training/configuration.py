@@ -1,5 +1,6 @@
 """One dataclass of training options. It imports nothing heavy, so that the command line checks them at once."""
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -142,7 +143,8 @@ class TrainingOptions:
         for name in ("adam_beta1", "adam_beta2"):
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "at least 0 and below 1")
         for name in ("adam_epsilon", "learning_rate_scale"):
-            self._require(name, getattr(self, name) > 0.0, "above 0")
+            self._require(name, 0.0 < getattr(self, name) < math.inf, "above 0 and finite")
+        self._require("length_penalty", math.isfinite(self.length_penalty), "a finite number")
         for name in ("max_grad_norm", "valid_bleu_sentences"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         self._require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2 ** 63")
