@@ -87,6 +87,8 @@ def test_every_module_of_a_verb_is_in_the_overview():
         (["train", "--max_update", "3"], 2, "did you mean --max_updates?"),
         (["train", "--config", "nosuch"], 2, "base, big, multi30k, quickstart"),
         (["train", "--train_files", "nosuch.en", "nosuch.de"], 1, "nosuch.en does not exist"),
+        (["translate", "--model", "nosuch", "Hello"], 1, "There is no folder nosuch;"),
+        (["translate", "--model", "user/name", "--num_beams", "0", "Hello"], 1, "--num_beams is 0;"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -1,4 +1,8 @@
+import os
 import random
+import shutil
+import subprocess
+import sys
 from itertools import count, islice
 from pathlib import Path
 
@@ -223,10 +227,11 @@ def test_the_models_generation_configuration_is_the_default(tokenizer):
     assert default != greedy.translate(SENTENCES[:8])
 
 
-@pytest.mark.parametrize("name", ["num_beams", "tokens_per_batch"])
-@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_beams", 0), ("tokens_per_batch", -1), ("length_penalty", float("nan"))]
+)
 def test_options_out_of_range_are_refused(model, tokenizer, name, value):
-    with pytest.raises(UserError, match=f"^--{name} is {value}; it must be at least 1"):
+    with pytest.raises(UserError, match=f"^--{name} is {value}; it must be"):
         Translator(model, tokenizer, **{name: value})
 
 
@@ -266,18 +271,53 @@ def test_a_saved_model_translates_as_before(folder, model, tokenizer):
     assert Translator.from_pretrained(folder, device="cpu", dtype=torch.float32).model.dtype == torch.float32
 
 
-@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
-def test_a_folder_that_lacks_a_file_is_named_with_it(tmp_path, missing):
-    for name in {"config.json", "tokenizer.json"} - {missing}:
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError) as error:
-        Translator.from_pretrained(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path} is not a model folder: it lacks {missing};")
+def test_a_model_that_was_downloaded_before_loads_without_the_hub(folder, tmp_path, monkeypatch):
+    # What huggingface_hub's cache looks like.
+    snapshot = tmp_path / "models--user--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (tmp_path / "models--user--name" / "refs").mkdir()
+    (tmp_path / "models--user--name" / "refs" / "main").write_text("0" * 40)
+    result = load_in_a_process("user/name", HF_HUB_CACHE=str(tmp_path))
+    assert (result.returncode, result.stdout) == (0, "loaded\n"), result.stderr
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model", "/no/such/folder", "./nowhere"])
 def test_a_model_that_is_nowhere_is_one_sentence(name):
     with pytest.raises(UserError) as error:
         Translator.from_pretrained(name)
-    assert str(error.value).startswith(f"No translation model can be loaded from {name} (")
+    assert name in str(error.value)
     assert "\n" not in str(error.value)
+    assert str(error.value).endswith(".")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once():
+    result = load_in_a_process("nobody/no-such-model")
+    assert result.returncode == 1
+    assert result.stdout.startswith("No translation model can be loaded from nobody/no-such-model (")
+    # A request that is repeated waits in between.
+    assert "waited" not in result.stdout
+
+
+def load_in_a_process(name: str, **environment: str) -> subprocess.CompletedProcess:
+    """Load a model where the network is allowed, but no Hub answers; says so when the process waits for anything."""
+    code = """
+import sys, time
+time.sleep = lambda seconds: print("waited", seconds)
+from vanilla_transformer import Translator
+from vanilla_transformer.errors import UserError
+try:
+    Translator.from_pretrained(sys.argv[1], device="cpu")
+except UserError as error:
+    print(error)
+    sys.exit(1)
+print("loaded")
+"""
+    # Port 9 of this machine discards, where anything listens at all.
+    hub = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    return subprocess.run(
+        [sys.executable, "-c", code, name],
+        env={**os.environ, **hub, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vanilla_transformer.training.configuration import option
+from vanilla_transformer.translation.arguments import check_model_id, check_search
 
 
 if TYPE_CHECKING:
@@ -32,14 +33,17 @@ def load_translator(options: TranslatorOptions) -> "Translator":
     Raises:
         UserError: There is no such model, or an option is out of range.
     """
+    search = {
+        "num_beams": options.num_beams,
+        "length_penalty": options.length_penalty,
+        "tokens_per_batch": options.tokens_per_batch,
+    }
+    # Before seconds of imports.
+    check_search(**search)
+    check_model_id(options.model)
     from vanilla_transformer.translation.translator import Translator
 
     from .session import start
 
     start()
-    return Translator.from_pretrained(
-        options.model,
-        num_beams=options.num_beams,
-        length_penalty=options.length_penalty,
-        tokens_per_batch=options.tokens_per_batch,
-    )
+    return Translator.from_pretrained(options.model, **search)

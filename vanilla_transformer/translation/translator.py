@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import (
@@ -20,6 +21,8 @@ from transformers import (
 from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.data.collation import pad
 from vanilla_transformer.errors import UserError
+
+from .arguments import check_model_id, check_search
 
 
 # Target tokens beyond the source's length (§6.1).
@@ -56,9 +59,7 @@ class Translator:
     ):
         if not isinstance(model, GenerationMixin):
             raise UserError(f"{type(model).__name__} does not generate text; load a model for translation.")
-        for name, value in (("num_beams", num_beams), ("tokens_per_batch", tokens_per_batch)):
-            if value is not None and value < 1:
-                raise UserError(f"--{name} is {value}; it must be at least 1.")
+        check_search(num_beams=num_beams, length_penalty=length_penalty, tokens_per_batch=tokens_per_batch)
         self.model = model
         self.tokenizer = tokenizer
         self.num_beams = num_beams
@@ -94,24 +95,16 @@ class Translator:
         Raises:
             UserError: There is no model of that name, or it cannot be loaded.
         """
+        check_search(num_beams=num_beams, length_penalty=length_penalty, tokens_per_batch=tokens_per_batch)
+        check_model_id(model_id)
+        local = Path(model_id).is_dir() or not _hub_answers(str(model_id))
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if Path(model_id).is_dir():
-            for name in ("config.json", "tokenizer.json"):
-                if not (Path(model_id) / name).is_file():
-                    raise UserError(
-                        f"{model_id} is not a model folder: it lacks {name}; give a folder that `train` finished, or "
-                        "one of its checkpoints."
-                    )
         try:
-            model = AutoModelForSeq2SeqLM.from_pretrained(model_id, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(model_id)
+            model = AutoModelForSeq2SeqLM.from_pretrained(model_id, dtype=dtype, local_files_only=local)
+            tokenizer = AutoTokenizer.from_pretrained(model_id, local_files_only=local)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(
-                f"No translation model can be loaded from {model_id} ({reason}); give a model folder or a name on the "
-                "Hub."
-            ) from error
+            raise _cannot_load(model_id, error) from error
         return cls(
             model.eval().to(device),
             tokenizer,
@@ -193,3 +186,27 @@ class Translator:
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         # A vocabulary of bytes can produce line ends, which would shift every line after them in a file.
         return [re.sub(r"[\r\n]+", " ", text).strip() for text in texts]
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the Hub can be asked for a model; `False` if it cannot, but the model was downloaded before.
+
+    `from_pretrained` would ask for every file, and repeat each request that fails for 23 seconds.
+    """
+    try:
+        found = HfApi().file_exists(name, "config.json")
+    except Exception as error:
+        # What a request raises is the business of the Hub's HTTP library, which changes between releases.
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return False
+        raise _cannot_load(name, error) from error
+    if not found:
+        raise _cannot_load(name, "no such folder, and no such model on the Hub")
+    return True
+
+
+def _cannot_load(model_id: str | Path, reason: Exception | str) -> UserError:
+    reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+    return UserError(
+        f"No translation model can be loaded from {model_id} ({reason}); give a model folder or a name on the Hub."
+    )
