@@ -44,6 +44,8 @@ def run(options: AverageOptions) -> int:
         # Before the output folder is made.
         if not (path / WEIGHTS).is_file():
             raise UserError(f"{path} is not a checkpoint: it lacks {WEIGHTS}; give checkpoints, or a run's folder.")
+    if (options.output_dir / WEIGHTS).exists():
+        raise UserError(f"{options.output_dir} already holds a model; name another --output_dir.")
     check_writable(options.output_dir)
     average_checkpoints(checkpoints, options.output_dir)
     print(f"{options.output_dir}: mean of {', '.join(str(path) for path in checkpoints)}")
