@@ -3,6 +3,8 @@
 import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.training.checkpoints import list_checkpoints
 
@@ -126,6 +128,19 @@ def test_a_beam_of_one_is_no_mistake(call, train, tmp_path):
     # transformers refuses to save a generation configuration with one beam and options of beam search.
     assert call(*train("--num_beams", "1"))[0] == 0
     assert call("translate", "--model", tmp_path / "run", "Hello")[0] == 0
+
+
+@pytest.mark.parametrize("num_positions", [60, 100, 120])
+def test_generation_ends_where_learned_positions_do(call, train, tmp_path, num_positions):
+    flags = ["--position_embedding_type", "learned", "--max_position_embeddings", num_positions, "--max_length", "60"]
+    assert call(*train(*flags))[0] == 0
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").eval()
+    # The paper's cap where the positions allow it.
+    assert model.generation_config.max_length == min(60 + 50, num_positions)
+    model.generation_config.eos_token_id = None
+    for cache in (None, "static"):
+        ids = model.generate(torch.full((1, 60), 7), cache_implementation=cache)
+        assert ids.shape == (1, model.generation_config.max_length)
 
 
 def test_a_width_that_the_heads_do_not_divide(refused, train, tmp_path):

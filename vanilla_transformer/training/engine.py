@@ -300,9 +300,12 @@ class TrainingRun:
         if options.num_beams > 1:
             # transformers does not save these beside greedy search.
             beam_search.update(length_penalty=options.length_penalty, early_stopping=True)
+        # The paper's cap, source length + 50 (§6.1), for the longest source that the model was trained on.
+        max_length = options.max_length + 50
+        if config.position_embedding_type == "learned":
+            max_length = min(max_length, config.max_position_embeddings)
         model.generation_config = GenerationConfig(
-            # The paper's cap, source length + 50 (§6.1), for the longest source that the model was trained on.
-            max_length=options.max_length + 50,
+            max_length=max_length,
             **beam_search,
             pad_token_id=config.pad_token_id,
             bos_token_id=config.bos_token_id,
