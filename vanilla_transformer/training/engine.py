@@ -3,25 +3,23 @@
 import hashlib
 import json
 import math
-import platform
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from accelerate import Accelerator
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vanilla_transformer.data.batching import TokenBatches, Update
 from vanilla_transformer.data.collation import collate
-from vanilla_transformer.data.encoding import EncodedCorpus, fingerprint_of_tokenizer
+from vanilla_transformer.data.encoding import EncodedCorpus
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
@@ -36,18 +34,20 @@ from .checkpoints import (
     update_of,
     write_checkpoint,
 )
-from .configuration import FREE_ON_RESUME, TrainingOptions, check_output_dir, check_texts
+from .configuration import TrainingOptions, check_output_dir, check_texts
+from .failures import naming_batch, naming_disk
+from .identity import differences, identity_of
+from .initialisation import make_model
 from .journal import Journal, Window
 from .loss import SmoothedTranslationLoss
-from .preparation import PreparedData, model_configuration, prepare
+from .preparation import PreparedData, prepare
 from .process import catch_signals, keep_freed_memory, make_accelerator
+from .run_folder import write_run_record
 from .schedule import learning_rate
 
 
 # Receives the model in evaluation mode and the tokenizer; returns named scores for the journal.
 Evaluation = Callable[[PreTrainedModel, PreTrainedTokenizerBase], dict[str, float]]
-
-_PACKAGES = ("vanilla-transformer", "torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,15 @@ class TrainingRun:
         self.evaluation = evaluation
         self.checkpoints = options.output_dir / "checkpoints"
         self.batches = _plan(data.train, options)
-        self.updates_per_epoch = math.ceil(len(self.batches.batches(0)) / options.batches_per_update)
+        first_epoch = self.batches.updates(0)
+        self.updates_per_epoch = len(first_epoch)
+        self.fill_rate = self.batches.fill_rate([batch for update in first_epoch for batch in update.batches])
         self.num_updates = options.max_updates
         if options.max_epochs is not None:
             self.num_updates = min(self.num_updates, options.max_epochs * self.updates_per_epoch)
         if accelerator.device.type == "cpu":
             keep_freed_memory()
-        self.model = self._make_model()
+        self.model = make_model(options, data.tokenizer, accelerator.device)
         self.loss = SmoothedTranslationLoss(self.model, options.label_smoothing)
         optimizer = torch.optim.Adam(
             self.model.parameters(),
@@ -136,7 +138,7 @@ class TrainingRun:
         self.update = 0
         self.signal: int | None = None
         self._received: int | None = None
-        self._planned_epoch: tuple[int, list[Update]] = (-1, [])
+        self._planned_epoch: tuple[int, list[Update]] = (0, first_epoch)
         self._window = Window()
         # A checkpoint that the schedule of saving does not have, because the run was stopped there.
         self._stopgap: Path | None = None
@@ -149,7 +151,7 @@ class TrainingRun:
         options, accelerator = self.options, self.accelerator
         journal = None
         if accelerator.is_main_process:
-            self._write_run_record()
+            write_run_record(options.output_dir, options, self.data, self._facts())
             journal = Journal(options.output_dir / "metrics.jsonl", self.update)
             # What lies beyond is damaged, and would be counted among the last checkpoints.
             discard(path for path in list_checkpoints(self.checkpoints) if update_of(path) > self.update)
@@ -232,7 +234,10 @@ class TrainingRun:
         sums = torch.zeros(2, dtype=torch.float64)
         for position, (index, batch) in enumerate(share):
             last = position == len(share) - 1
-            with nullcontext() if last else accelerator.no_sync(self.loss), self._naming_batch(number, batch):
+            with (
+                nullcontext() if last else accelerator.no_sync(self.loss),
+                naming_batch(number, batch, self.data.train, options.tokens_per_batch),
+            ):
                 # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
                 torch.manual_seed(_dropout_seed(options.seed, number, index))
                 loss, nll = self.loss(**self._inputs(self.data.train, batch))
@@ -274,7 +279,7 @@ class TrainingRun:
         """Write a checkpoint and delete the oldest ones."""
         state = self._state()
         if self.accelerator.is_main_process:
-            with self._naming_disk(f"The checkpoint of update {self.update:,}", self.checkpoints):
+            with naming_disk(f"The checkpoint of update {self.update:,}", self.checkpoints, self.checkpoints):
                 checkpoint = write_checkpoint(
                     self.checkpoints, self.update, lambda folder: self._write_checkpoint_files(folder, state)
                 )
@@ -284,35 +289,6 @@ class TrainingRun:
             self._stopgap = checkpoint if state["stopgap"] else None
             rotate(self.checkpoints, self.options.keep_last)
         self.accelerator.wait_for_everyone()
-
-    def _make_model(self) -> VanillaTransformerForConditionalGeneration:
-        options = self.options
-        config = model_configuration(options, self.data.tokenizer)
-        torch.manual_seed(options.seed)
-        model = VanillaTransformerForConditionalGeneration(config)
-        attention = options.attention
-        if attention == "auto":
-            attention = "eager" if self.accelerator.device.type == "cpu" else "sdpa"
-        model.set_attn_implementation(attention)
-        if options.gradient_checkpointing:
-            model.activation_checkpointing_enable()
-        beam_search = {"num_beams": options.num_beams}
-        if options.num_beams > 1:
-            # transformers does not save these beside greedy search.
-            beam_search.update(length_penalty=options.length_penalty, early_stopping=True)
-        # The paper's cap, source length + 50 (§6.1), for the longest source that the model was trained on.
-        max_length = options.max_length + 50
-        if config.position_embedding_type == "learned":
-            max_length = min(max_length, config.max_position_embeddings)
-        model.generation_config = GenerationConfig(
-            max_length=max_length,
-            **beam_search,
-            pad_token_id=config.pad_token_id,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            decoder_start_token_id=config.decoder_start_token_id,
-        )
-        return model
 
     def _inputs(self, corpus: EncodedCorpus, batch: np.ndarray) -> dict[str, torch.Tensor]:
         config = self.model.config
@@ -365,38 +341,6 @@ class TrainingRun:
             return value
         return int(self.accelerator.gather(torch.tensor([value], device=self.accelerator.device)).max())
 
-    @contextmanager
-    def _naming_batch(self, number: int, batch: np.ndarray):
-        """Turn running out of memory into a sentence about the batch and the option to change."""
-        try:
-            yield
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate" not in str(error):
-                raise
-            train = self.data.train
-            raise UserError(
-                f"Out of memory in update {number:,}, on a batch of {len(batch)} pairs with up to "
-                f"{train.source_lengths[batch].max()} source and {train.target_lengths[batch].max()} target tokens; "
-                f"lower --tokens_per_batch (it is {self.options.tokens_per_batch}), or use --gradient_checkpointing."
-            ) from error
-
-    @contextmanager
-    def _naming_disk(self, what: str, folder: Path):
-        """Turn a failure to write into a sentence about the disk."""
-        try:
-            yield
-        except Exception as error:
-            # safetensors and tokenizers have exceptions of their own for it.
-            if not isinstance(error, OSError) and "os error" not in str(error):
-                raise
-            remedy = (
-                "what was saved before is intact: make room, then use --resume"
-                if list_checkpoints(self.checkpoints)
-                else "nothing was saved before: make room, then start again"
-            )
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{what} cannot be written to {folder} ({reason}); {remedy}.") from error
-
     def _write_checkpoint_files(self, folder: Path, state: dict) -> None:
         self.model.save_pretrained(folder)
         self.data.tokenizer.save_pretrained(folder)
@@ -413,17 +357,8 @@ class TrainingRun:
                 "sums": self._sum_over_processes(self._window.sums).tolist(),
                 "seconds": self._window.seconds,
             },
-            **self._identity(),
+            **identity_of(self.options, self.data),
         }
-
-    def _identity(self) -> dict:
-        """What a resumed run must have in common with this one."""
-        options = {name: value for name, value in self.options.as_dict().items() if name not in FREE_ON_RESUME}
-        data = {
-            "training text": self.data.train.fingerprint,
-            "vocabulary": fingerprint_of_tokenizer(self.data.tokenizer),
-        }
-        return {"options": options, "data": data}
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the newest sound checkpoint."""
@@ -433,17 +368,11 @@ class TrainingRun:
                 f"--resume was given, but {self.options.output_dir} holds no checkpoint; leave --resume out to start."
             )
         state = json.loads((checkpoint / "training_state.json").read_text(encoding="utf-8"))
-        ours = self._identity()
-        differences = [
-            f"{name} ({state[group].get(name)!r} then, {ours[group].get(name)!r} now)"
-            for group in ("options", "data")
-            for name in sorted(ours[group].keys() | state[group])
-            if ours[group].get(name) != state[group].get(name)
-        ]
-        if differences:
+        different = differences(state, identity_of(self.options, self.data))
+        if different:
             raise UserError(
                 f"The run in {self.options.output_dir} cannot be resumed, because these differ: "
-                f"{'; '.join(differences)}; set them back, or start a new run in another --output_dir."
+                f"{'; '.join(different)}; set them back, or start a new run in another --output_dir."
             )
         saved = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
@@ -461,40 +390,24 @@ class TrainingRun:
             self._window.sums += torch.tensor(sums, dtype=torch.float64)
         self._window.seconds = seconds
 
-    def _write_run_record(self) -> None:
-        folder = self.options.output_dir
-        options = self.options.as_dict() | {"resume": False}
-        (folder / "options.yaml").write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
-        record = {
+    def _facts(self) -> dict[str, Any]:
+        """What the run's record tells of model, plan and devices."""
+        return {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "updates": self.num_updates,
             "updates_per_epoch": self.updates_per_epoch,
-            "fill_rate": self.batches.fill_rate(self.batches.batches(0)),
+            "fill_rate": self.fill_rate,
             "processes": self.accelerator.num_processes,
             "device": str(self.accelerator.device),
             "attention": self.model.config._attn_implementation,
-            "python": platform.python_version(),
-            "versions": {name: version(name) for name in _PACKAGES},
-            "train": self.data.train.report,
-            "valid": None if self.data.valid is None else self.data.valid.report,
         }
-        (folder / "run.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
-        for name, corpus in (("training", self.data.train), ("validation", self.data.valid)):
-            if corpus is not None and corpus.report["summary"]:
-                print(f"Of the {name} text, {corpus.report['summary']}.", file=sys.stderr)
-        print(
-            f"{record['parameters']:,} parameters; {len(self.data.train):,} pairs; {self.updates_per_epoch:,} updates "
-            f"an epoch; {record['fill_rate']:.1%} of the tokens are not padding; {record['attention']} attention on "
-            f"{record['processes']} x {record['device']}.",
-            file=sys.stderr,
-        )
 
     def _finish(self) -> None:
         """Write the mean of the last checkpoints as the run's model."""
         if not self.accelerator.is_main_process:
             return
         checkpoints = list_checkpoints(self.checkpoints)[-self.options.average_last :]
-        with self._naming_disk("The model", self.options.output_dir):
+        with naming_disk("The model", self.options.output_dir, self.checkpoints):
             average_checkpoints(checkpoints, self.options.output_dir)
         updates = ", ".join(f"{update_of(checkpoint):,}" for checkpoint in checkpoints)
         print(

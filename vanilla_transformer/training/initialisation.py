@@ -1,0 +1,53 @@
+"""The model at the start of a run."""
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+from .configuration import TrainingOptions
+from .preparation import model_configuration
+
+
+def make_model(
+    options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> VanillaTransformerForConditionalGeneration:
+    """Build the model that the options describe, with initial weights that depend on the seed alone.
+
+    Args:
+        options: Training options.
+        tokenizer: Gives the vocabulary's size and the special tokens.
+        device: Where the model is going to be trained, which decides the attention backend if the options do not.
+
+    Returns:
+        The model, on the CPU.
+
+    Raises:
+        UserError: The hyper-parameters do not fit together.
+    """
+    config = model_configuration(options, tokenizer)
+    torch.manual_seed(options.seed)
+    model = VanillaTransformerForConditionalGeneration(config)
+    attention = options.attention
+    if attention == "auto":
+        attention = "eager" if device.type == "cpu" else "sdpa"
+    model.set_attn_implementation(attention)
+    if options.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    beam_search = {"num_beams": options.num_beams}
+    if options.num_beams > 1:
+        # transformers does not save these beside greedy search.
+        beam_search.update(length_penalty=options.length_penalty, early_stopping=True)
+    # The paper's cap, source length + 50 (§6.1), for the longest source that the model was trained on.
+    max_length = options.max_length + 50
+    if config.position_embedding_type == "learned":
+        max_length = min(max_length, config.max_position_embeddings)
+    model.generation_config = GenerationConfig(
+        max_length=max_length,
+        **beam_search,
+        pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+    )
+    return model

@@ -1,0 +1,47 @@
+"""What a run's folder tells about the run: its options, and the record of versions, sizes and text."""
+
+import json
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .configuration import TrainingOptions
+from .preparation import PreparedData
+
+
+_PACKAGES = ("vanilla-transformer", "torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors")
+
+
+def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData, facts: dict[str, Any]) -> None:
+    """Write `options.yaml` and `run.json`, and say on standard error what is going to be trained.
+
+    Args:
+        folder: Folder of the run.
+        options: Options of the run.
+        data: Vocabulary and encoded text.
+        facts: What the engine knows of the run: `parameters`, `updates`, `updates_per_epoch`, `fill_rate`,
+            `processes`, `device` and `attention`.
+    """
+    values = options.as_dict() | {"resume": False}
+    (folder / "options.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    record = {
+        **facts,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in _PACKAGES},
+        "train": data.train.report,
+        "valid": None if data.valid is None else data.valid.report,
+    }
+    (folder / "run.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+    for name, corpus in (("training", data.train), ("validation", data.valid)):
+        if corpus is not None and corpus.report["summary"]:
+            print(f"Of the {name} text, {corpus.report['summary']}.", file=sys.stderr)
+    print(
+        f"{record['parameters']:,} parameters; {len(data.train):,} pairs; {record['updates_per_epoch']:,} updates "
+        f"an epoch; {record['fill_rate']:.1%} of the tokens are not padding; {record['attention']} attention on "
+        f"{record['processes']} x {record['device']}.",
+        file=sys.stderr,
+    )
