@@ -1,14 +1,7 @@
-import errno
 import json
 import math
-import resource
-import signal
-import tempfile
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from itertools import chain
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,6 +9,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from runs import (
+    D_MODEL,
+    MAX_UPDATES,
+    UPDATES_PER_EPOCH,
+    WARMUP_STEPS,
+    make_run,
+    observed_steps,
+    records_of,
+    train_anew,
+    weights_of,
+)
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,141 +27,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerTokenizer
 from vanilla_transformer.cli import train as verb
-from vanilla_transformer.data.batching import Update
-from vanilla_transformer.data.corpora import ParallelText
-from vanilla_transformer.data.encoding import iterate_texts
+from vanilla_transformer.data.batching import TokenBatches, Update
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training import engine
 from vanilla_transformer.training.checkpoints import list_checkpoints, update_of
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun, train
-from vanilla_transformer.training.estimation import dry_run
-from vanilla_transformer.training.journal import read_journal
 from vanilla_transformer.training.loss import SmoothedTranslationLoss
 from vanilla_transformer.training.preparation import model_configuration, prepare
-
-
-SENTENCES = tuple(Path(__file__).parents[1] / "data" / f"sentences.{language}" for language in ("en", "de"))
-D_MODEL, WARMUP_STEPS = 16, 5
-# 30 training pairs make 10 batches of 160 tokens: 4 updates an epoch, the last of a single batch.
-UPDATES_PER_EPOCH, MAX_UPDATES = 4, 11
-
-
-@pytest.fixture(autouse=True)
-def forget_mixed_precision():
-    """Accelerate remembers its settings for the whole process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def float64():
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(previous)
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    """A folder with training and validation text, two vocabularies, and room for the encoded text."""
-    folder = tmp_path_factory.mktemp("material")
-    for path in SENTENCES:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / f"train{path.suffix}").write_text("".join(lines[:30]), encoding="utf-8")
-        (folder / f"valid{path.suffix}").write_text("".join(lines[30:]), encoding="utf-8")
-        (folder / f"changed{path.suffix}").write_text("".join(lines[1:31]), encoding="utf-8")
-    VanillaTransformerTokenizer().save_pretrained(folder / "bytes")
-    texts = iterate_texts(ParallelText(SENTENCES))
-    VanillaTransformerTokenizer.train_from_iterator(texts, 300).save_pretrained(folder / "merges")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def make_options(material):
-    def make(output_dir: Path, **values) -> TrainingOptions:
-        defaults = {
-            "output_dir": output_dir,
-            "train_files": (material / "train.en", material / "train.de"),
-            "valid_files": (material / "valid.en", material / "valid.de"),
-            "cache_dir": material / "cache",
-            "tokenizer": material / "bytes",
-            "max_length": 100,
-            "d_model": D_MODEL,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 24,
-            "decoder_ffn_dim": 24,
-            "dropout": 0.2,
-            "max_updates": MAX_UPDATES,
-            "tokens_per_batch": 160,
-            "tokens_per_update": 480,
-            "warmup_steps": WARMUP_STEPS,
-            "device": "cpu",
-            "log_every": 2,
-            "validate_every": 3,
-            "save_every": 4,
-            "keep_last": 3,
-            "average_last": 2,
-        }
-        return TrainingOptions(**{**defaults, **values})
-
-    return make
-
-
-def train_anew(options: TrainingOptions, evaluation=None):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return train(options, evaluation)
-
-
-def make_run(options: TrainingOptions) -> TrainingRun:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    accelerator = Accelerator(cpu=True, mixed_precision=options.mixed_precision)
-    return TrainingRun(options, accelerator, prepare(options, options.cache_dir), None)
-
-
-@contextmanager
-def observed_steps(after=None):
-    """Collect the numbers of the optimiser steps; `after` is called with each when it is done."""
-    original, numbers = TrainingRun.step, []
-
-    def step(self, update, number):
-        sums = original(self, update, number)
-        numbers.append(number)
-        if after is not None:
-            after(number)
-        return sums
-
-    with mock.patch.object(TrainingRun, "step", step):
-        yield numbers
-
-
-@contextmanager
-def stopped_after(update: int, number: int = signal.SIGINT, times: int = 1):
-    def raise_signal(done):
-        if done == update:
-            for _ in range(times):
-                signal.raise_signal(number)
-
-    with observed_steps(raise_signal) as numbers:
-        yield numbers
-
-
-def records_of(folder: Path, kind: str | None = None) -> list[dict]:
-    """The journal without the one measurement that no two runs share."""
-    records = read_journal(folder / "metrics.jsonl")
-    return [
-        {name: value for name, value in record.items() if name != "tokens_per_second"}
-        for record in records
-        if kind in (None, record["kind"])
-    ]
-
-
-def weights_of(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
 
 
 def gradients_of(run: TrainingRun, update: Update, number: int = 1) -> dict[str, torch.Tensor]:
@@ -345,6 +220,30 @@ def test_epochs_end_the_run_after_every_pair_was_used_as_often(make_options, tmp
     assert json.loads((tmp_path / "run.json").read_text())["updates"] == 2 * UPDATES_PER_EPOCH
 
 
+def test_an_epoch_is_planned_once(make_options, tmp_path):
+    planned = []
+    original = TokenBatches.batches
+
+    def batches(self, epoch):
+        planned.append((self.shuffle, epoch))
+        return original(self, epoch)
+
+    with mock.patch.object(TokenBatches, "batches", batches):
+        train_anew(make_options(tmp_path, valid_files=()))
+    assert planned == [(True, 0), (True, 1), (True, 2)]
+
+
+def test_a_process_trains_again_with_another_precision(make_options, tmp_path):
+    train_anew(make_options(tmp_path / "float32", max_updates=1))
+    train(make_options(tmp_path / "bfloat16", max_updates=1, mixed_precision="bf16"))
+    Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(UserError, match=r"--mixed_precision is no, but this process has an Accelerator with bf16"):
+        train(make_options(tmp_path / "again", max_updates=1))
+    # What was there before stays.
+    train(make_options(tmp_path / "lent", max_updates=1, mixed_precision="bf16"))
+    assert AcceleratorState().mixed_precision == "bf16"
+
+
 # Validation
 
 
@@ -447,336 +346,3 @@ def test_the_result_loads_and_generates_whole_sentences(make_options, tmp_path):
     output = model.generate(ids)
     assert tokenizer.decode(output[0], skip_special_tokens=True) == text
     assert output[0, 1:63].tolist() == ids[0].tolist()
-
-
-# Stopping and resuming
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(make_options, tmp_path_factory):
-    """Folders of runs that nothing stopped, by precision."""
-
-    @cache
-    def run(mixed_precision: str) -> Path:
-        folder = tmp_path_factory.mktemp(f"uninterrupted_{mixed_precision}")
-        assert train_anew(make_options(folder, mixed_precision=mixed_precision)).interrupted_by is None
-        return folder
-
-    return run
-
-
-def assert_same_run(actual: Path, expected: Path) -> None:
-    assert records_of(actual) == records_of(expected)
-    assert weights_of(actual) == weights_of(expected)
-    names = [path.name for path in list_checkpoints(expected / "checkpoints")]
-    assert [path.name for path in list_checkpoints(actual / "checkpoints")] == names
-    for name in names:
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            paths = (folder / "checkpoints" / name / file for folder in (actual, expected))
-            assert len({path.read_bytes() for path in paths}) == 1
-
-
-def test_precision_makes_a_difference(uninterrupted):
-    assert weights_of(uninterrupted("no")) != weights_of(uninterrupted("bf16"))
-
-
-# 1: within the first epoch, between two records; 3, 9: a validation is due; 4: an epoch ends and a checkpoint is due;
-# 5, 7: beside a checkpoint, within the second epoch; 10: within the third; 11: the end.
-@pytest.mark.parametrize(
-    ("mixed_precision", "update"), [*(("no", update) for update in (1, 3, 4, 5, 7, 10, 11)), ("bf16", 6), ("bf16", 9)]
-)
-def test_stopping_and_resuming_changes_nothing(uninterrupted, make_options, tmp_path, mixed_precision, update):
-    options = make_options(tmp_path, mixed_precision=mixed_precision)
-    with stopped_after(update) as before:
-        result = train_anew(options)
-    assert (result.interrupted_by, result.updates) == (signal.SIGINT, update)
-    assert not (tmp_path / "model.safetensors").exists()
-    assert update_of(list_checkpoints(tmp_path / "checkpoints")[-1]) == update
-    with observed_steps() as after:
-        result = train_anew(replace(options, resume=True))
-    assert (result.interrupted_by, result.updates) == (None, MAX_UPDATES)
-    assert before + after == list(range(1, MAX_UPDATES + 1))
-    assert_same_run(tmp_path, uninterrupted(mixed_precision))
-
-
-def test_a_run_may_be_stopped_again_and_again(uninterrupted, make_options, tmp_path):
-    options = make_options(tmp_path)
-    numbers = []
-    for update in (2, 3, 5, 10):
-        with stopped_after(update, signal.SIGTERM, times=2) as steps:
-            assert train_anew(options).interrupted_by == signal.SIGTERM
-        numbers += steps
-        options = replace(options, resume=True)
-    with observed_steps() as steps:
-        train_anew(options)
-    assert numbers + steps == list(range(1, MAX_UPDATES + 1))
-    assert_same_run(tmp_path, uninterrupted("no"))
-    # Once more: there is nothing left to do.
-    with observed_steps() as steps:
-        assert train_anew(options).updates == MAX_UPDATES
-    assert steps == []
-    assert_same_run(tmp_path, uninterrupted("no"))
-
-
-def test_a_crash_loses_only_what_came_after_the_last_checkpoint(uninterrupted, make_options, tmp_path):
-    options = make_options(tmp_path)
-
-    def crash(done):
-        if done == 7:
-            raise RuntimeError("crash")
-
-    with observed_steps(crash), pytest.raises(RuntimeError, match=r"^crash$"):
-        train_anew(options)
-    assert records_of(tmp_path)[-1]["update"] == 6
-    with observed_steps() as steps:
-        train_anew(replace(options, resume=True))
-    assert steps == list(range(5, MAX_UPDATES + 1))
-    assert_same_run(tmp_path, uninterrupted("no"))
-
-
-def test_a_second_ctrl_c_stops_at_once(make_options, tmp_path):
-    with stopped_after(2, times=2), pytest.raises(KeyboardInterrupt):
-        train_anew(make_options(tmp_path))
-    assert list_checkpoints(tmp_path / "checkpoints") == []
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_damaged_checkpoint_is_passed_over_with_a_message(uninterrupted, make_options, tmp_path, capsys):
-    options = make_options(tmp_path)
-    with stopped_after(9):
-        train_anew(options)
-    damaged = tmp_path / "checkpoints" / "update-00000009" / "optimizer.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    capsys.readouterr()
-    with observed_steps() as steps:
-        train_anew(replace(options, resume=True))
-    message = capsys.readouterr().err
-    assert "update-00000009 is damaged (optimizer.safetensors has" in message
-    assert "Resuming from" in message and "update-00000008." in message
-    assert steps == [9, 10, 11]
-    assert_same_run(tmp_path, uninterrupted("no"))
-
-
-def test_damaged_checkpoints_do_not_outlive_sound_ones(make_options, tmp_path):
-    train_anew(make_options(tmp_path, max_updates=8))
-    (tmp_path / "checkpoints" / "update-00000008" / "model.safetensors").write_bytes(b"")
-    options = make_options(tmp_path, max_updates=6, resume=True, keep_last=1, average_last=1)
-    train_anew(options)
-    assert [update_of(path) for path in list_checkpoints(tmp_path / "checkpoints")] == [6]
-    assert weights_of(tmp_path) == weights_of(tmp_path / "checkpoints" / "update-00000006")
-
-
-def test_nothing_is_resumed_if_every_checkpoint_is_damaged(make_options, tmp_path):
-    train_anew(make_options(tmp_path, max_updates=1))
-    (tmp_path / "checkpoints" / "update-00000001" / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged"):
-        train_anew(make_options(tmp_path, resume=True))
-
-
-def test_a_finished_run_can_be_continued_as_if_it_had_been_longer(uninterrupted, make_options, tmp_path):
-    options = make_options(tmp_path, log_every=1, save_every=2, max_updates=5)
-    train_anew(options)
-    changes = {"max_updates": MAX_UPDATES, "log_every": 2, "save_every": 4, "resume": True}
-    train_anew(replace(options, **changes))
-    assert weights_of(tmp_path) == weights_of(uninterrupted("no"))
-    assert records_of(tmp_path)[-2:] == records_of(uninterrupted("no"))[-2:]
-
-
-@pytest.fixture(scope="module")
-def short_run(make_options, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("short_run")
-    train_anew(make_options(folder, max_updates=1))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"seed": 2}, r"seed \(1 then, 2 now\)"),
-        ({"dropout": 0.3}, r"dropout \(0\.2 then, 0\.3 now\)"),
-        ({"tokens_per_batch": 120}, r"tokens_per_batch \(160 then, 120 now\)"),
-        ({"mixed_precision": "bf16"}, r"mixed_precision \('no' then, 'bf16' now\)"),
-        ({"seed": 2, "d_model": 32}, r"d_model \(16 then, 32 now\); seed \(1 then, 2 now\)"),
-        ({"tokenizer": "merges"}, r"vocabulary \("),
-        ({"train_files": ("changed.en", "changed.de")}, r"because these differ: training text \([^;]*; set them back"),
-    ],
-    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
-)
-def test_what_a_run_was_computed_with_cannot_change(short_run, make_options, material, changes, named):
-    if "tokenizer" in changes:
-        changes = {"tokenizer": material / changes["tokenizer"]}
-    if "train_files" in changes:
-        changes = {"train_files": tuple(material / name for name in changes["train_files"])}
-    before = {path: path.read_bytes() for path in short_run.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=named):
-        train_anew(make_options(short_run, max_updates=1, resume=True, **changes))
-    assert {path: path.read_bytes() for path in short_run.rglob("*") if path.is_file()} == before
-
-
-def test_a_run_is_neither_overwritten_nor_resumed_by_mistake(short_run, make_options, tmp_path):
-    with pytest.raises(UserError, match="already holds a run; continue it with --resume"):
-        train_anew(make_options(short_run))
-    with pytest.raises(UserError, match="holds no checkpoints; leave --resume out"):
-        train_anew(make_options(tmp_path, resume=True))
-
-
-# Estimates
-
-
-def test_a_dry_run_reports_and_leaves_nothing_behind(make_options, tmp_path, monkeypatch):
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    options = make_options(tmp_path / "run", cache_dir=None, tokenizer=None, vocab_size=300, max_epochs=3)
-    options.dry_run = True
-    options.max_updates = 7
-    AcceleratorState._reset_state(reset_partial_state=True)
-    figures = dry_run(options)
-    assert [path.name for path in tmp_path.rglob("*")] == ["scratch"]
-    assert list(figures) == [
-        "parameters",
-        "vocabulary entries",
-        "training pairs",
-        "dropped",
-        "batches per epoch",
-        "updates per epoch",
-        "updates",
-        "epochs",
-        "share of tokens that are not padding",
-        "tokens per second (source and target)",
-        "expected time",
-        "expected memory of a process",
-    ]
-    model_figures = replace(options, dry_run=False, cache_dir=tmp_path / "cache", output_dir=tmp_path / "real")
-    run = make_run(model_figures)
-    assert figures["parameters"] == sum(parameter.numel() for parameter in run.model.parameters())
-    assert figures["vocabulary entries"] == run.model.config.vocab_size == 300
-    assert (figures["training pairs"], figures["dropped"], figures["updates"]) == (30, "none", 7)
-    batches = run.batches.batches(0)
-    assert figures["batches per epoch"] == len(batches)
-    assert figures["updates per epoch"] == math.ceil(len(batches) / 3)
-    assert figures["epochs"] == pytest.approx(7 / math.ceil(len(batches) / 3), abs=0.005)
-    assert 0.5 < figures["share of tokens that are not padding"] <= 1.0
-    assert figures["tokens per second (source and target)"] > 0
-    assert figures["expected time"].endswith("minutes")
-    assert float(figures["expected memory of a process"].removesuffix(" GiB")) > 0.05
-    with pytest.raises(ValueError, match="call `dry_run`"):
-        train(options)
-
-
-# Failures
-
-
-CPU_ALLOCATOR = (
-    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    "107374182400 bytes. Error code 12 (Cannot allocate memory)"
-)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU_ALLOCATOR)])
-def test_running_out_of_memory_names_the_batch_and_the_option(make_options, tmp_path, error):
-    options = make_options(tmp_path)
-    first = make_run(options).batches.updates(0)[0].batches[0]
-    corpus = prepare(options, options.cache_dir).train
-    expected = (
-        rf"Out of memory in update 1, on a batch of {len(first)} pairs with up to "
-        rf"{max(corpus.source_lengths[first])} source and {max(corpus.target_lengths[first])} target tokens; "
-        r"lower --tokens_per_batch \(it is 160\)"
-    )
-    failing = mock.patch.object(SmoothedTranslationLoss, "forward", side_effect=error)
-    with failing, pytest.raises(UserError, match=expected) as raised:
-        train_anew(options)
-    assert raised.value.__cause__ is error
-
-
-def test_other_failures_pass_through(make_options, tmp_path):
-    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    with mock.patch.object(SmoothedTranslationLoss, "forward", side_effect=error), pytest.raises(RuntimeError) as got:
-        train_anew(make_options(tmp_path))
-    assert got.value is error
-
-
-@contextmanager
-def small_files(limit: int):
-    """Have the operating system refuse to let files grow beyond so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def refuse_to_write(write, *arguments):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def write_into_small_files(write, *arguments):
-    # Room for the configuration, but not for the weights.
-    with small_files(8192):
-        write(*arguments)
-
-
-def write_tokenizer_into_small_files(write, run, *arguments):
-    save = run.data.tokenizer.save_pretrained
-
-    def save_into_small_files(*names):
-        with small_files(1024):
-            save(*names)
-
-    with mock.patch.object(run.data.tokenizer, "save_pretrained", save_into_small_files):
-        write(run, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("way", "reason"),
-    [
-        (refuse_to_write, "No space left on device"),
-        (write_into_small_files, "File too large"),
-        (write_tokenizer_into_small_files, "File too large"),
-    ],
-)
-def test_a_full_disk_is_named_and_spares_what_was_saved(make_options, tmp_path, way, reason):
-    original = TrainingRun._write_checkpoint_files
-    options = make_options(tmp_path)
-
-    def fail_in(update):
-        def write(self, *arguments):
-            if self.update != update:
-                return original(self, *arguments)
-            return way(original, self, *arguments)
-
-        return mock.patch.object(TrainingRun, "_write_checkpoint_files", write)
-
-    with fail_in(4), pytest.raises(UserError, match=rf"of update 4 cannot be .*{reason}.* start again\.") as raised:
-        train_anew(options)
-    assert raised.value.__cause__ is not None
-    # There is no run yet, so that it may be started.
-    with fail_in(8), pytest.raises(UserError, match=rf"of update 8 cannot be .*{reason}.* use --resume\."):
-        train_anew(options)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000004"]
-    assert train_anew(replace(options, resume=True)).updates == MAX_UPDATES
-    train_anew(make_options(tmp_path / "whole"))
-    assert_same_run(tmp_path, tmp_path / "whole")
-
-
-def test_a_result_that_cannot_be_written_can_be_made_later(make_options, tmp_path):
-    options = make_options(tmp_path, max_updates=4)
-    original = engine.average_checkpoints
-
-    def average(*arguments):
-        with small_files(8192):
-            original(*arguments)
-
-    message = r"The model cannot be written to .*File too large.* use --resume\."
-    with mock.patch.object(engine, "average_checkpoints", average), pytest.raises(UserError, match=message):
-        train_anew(options)
-    assert not (tmp_path / "model.safetensors").exists()
-    train_anew(replace(options, resume=True))
-    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path).config.d_model == D_MODEL
-
-
-def test_other_failures_while_saving_pass_through(make_options, tmp_path):
-    error = ValueError("a defect")
-    with mock.patch.object(engine, "save_optimizer", side_effect=error), pytest.raises(ValueError) as got:
-        train_anew(make_options(tmp_path))
-    assert got.value is error
