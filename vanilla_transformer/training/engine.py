@@ -41,7 +41,7 @@ from .initialisation import make_model
 from .journal import Journal, Window
 from .loss import SmoothedTranslationLoss
 from .preparation import PreparedData, prepare
-from .process import catch_signals, keep_freed_memory, make_accelerator
+from .process import accelerating, catch_signals, keep_freed_memory
 from .run_folder import write_run_record
 from .schedule import learning_rate
 
@@ -83,12 +83,12 @@ def train(options: TrainingOptions, evaluation: Evaluation | None = None) -> Tra
     if options.dry_run:
         raise ValueError("`train` trains; call `dry_run` to estimate a run.")
     check_output_dir(options)
-    accelerator = make_accelerator(options)
     cache_dir = options.cache_dir or options.output_dir / "cache"
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with accelerator.main_process_first():
-        data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
-    return TrainingRun(options, accelerator, data, evaluation).run()
+    with accelerating(options) as accelerator:
+        with accelerator.main_process_first():
+            data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
+        return TrainingRun(options, accelerator, data, evaluation).run()
 
 
 class TrainingRun:
@@ -362,7 +362,8 @@ class TrainingRun:
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the newest sound checkpoint."""
-        checkpoint = newest_sound(self.checkpoints, lambda text: self.accelerator.print(text, file=sys.stderr))
+        with self.accelerator.main_process_first():
+            checkpoint = newest_sound(self.checkpoints, lambda text: self.accelerator.print(text, file=sys.stderr))
         if checkpoint is None:
             raise UserError(
                 f"--resume was given, but {self.options.output_dir} holds no checkpoint; leave --resume out to start."

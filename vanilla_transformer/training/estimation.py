@@ -13,7 +13,7 @@ from vanilla_transformer.data.batching import Update
 from .configuration import TrainingOptions, check_texts
 from .engine import TrainingRun
 from .preparation import prepare
-from .process import make_accelerator
+from .process import accelerating
 
 
 def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
@@ -30,8 +30,7 @@ def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
     """
     options.check()
     check_texts(options)
-    accelerator = make_accelerator(options)
-    with tempfile.TemporaryDirectory() as folder:
+    with accelerating(options) as accelerator, tempfile.TemporaryDirectory() as folder:
         data = prepare(options, options.cache_dir or Path(folder))
         run = TrainingRun(options, accelerator, data, None)
         batches = run.batches.batches(0)

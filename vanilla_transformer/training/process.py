@@ -3,17 +3,48 @@
 import ctypes
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
+
+from vanilla_transformer.errors import UserError
 
 from .configuration import TrainingOptions
 
 
 def make_accelerator(options: TrainingOptions) -> Accelerator:
-    """Devices, processes and precision, as options and launcher decide."""
+    """Devices, processes and precision, as options and launcher decide.
+
+    Raises:
+        UserError: This process has an Accelerator of another precision or device already.
+    """
+    if is_initialized():
+        # A process has one such state, which Accelerate refuses to change.
+        state = AcceleratorState()
+        if state.mixed_precision != options.mixed_precision:
+            raise UserError(
+                f"--mixed_precision is {options.mixed_precision}, but this process has an Accelerator with "
+                f"{state.mixed_precision} already; use the same precision for both, or another process."
+            )
+        if options.device == "cpu" and state.device.type != "cpu":
+            raise UserError(
+                f"--device is cpu, but this process has an Accelerator on {state.device} already; use the same device "
+                "for both, or another process."
+            )
     return Accelerator(cpu=options.device == "cpu", mixed_precision=options.mixed_precision)
+
+
+@contextmanager
+def accelerating(options: TrainingOptions) -> Iterator[Accelerator]:
+    """`make_accelerator`, whose settings do not outlive the block: the process may train again with others."""
+    lent = is_initialized()
+    try:
+        yield make_accelerator(options)
+    finally:
+        if not lent:
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @contextmanager
