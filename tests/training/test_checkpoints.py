@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.training import checkpoints
 from vanilla_transformer.training.checkpoints import (
     checkpoint_name,
     fault_of,
@@ -79,6 +80,45 @@ def test_a_checkpoint_of_the_same_update_is_replaced(tmp_path):
     assert fault_of(checkpoint) is None
 
 
+@pytest.mark.parametrize("calls_before_death", [0, 1])
+def test_a_death_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, monkeypatch, calls_before_death):
+    write_checkpoint(tmp_path, 5, lambda folder: (folder / "old").write_text("old"))
+    rename, renamed = Path.rename, []
+
+    def rename_until_death(path, target):
+        if len(renamed) > calls_before_death:
+            # Nothing runs in a process that was killed, not even what would clean up.
+            return path
+        renamed.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_until_death)
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda path, **_: None)
+    write_checkpoint(tmp_path, 5, lambda folder: (folder / "new").write_text("new"))
+    monkeypatch.undo()
+    assert (tmp_path / "replaced-update-00000005").exists()
+    survivor = newest_sound(tmp_path, pytest.fail)
+    assert update_of(survivor) == 5 and fault_of(survivor) is None
+    assert (survivor / ("new" if calls_before_death else "old")).exists()
+    rotate(tmp_path, 1)
+    assert names_in(tmp_path) == ["update-00000005"]
+
+
+def test_a_checkpoint_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path, 5, lambda folder: (folder / "old").write_text("old"))
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name.startswith("partial-"):
+            raise OSError("refused")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="refused"):
+        write_checkpoint(tmp_path, 5, lambda folder: (folder / "new").write_text("new"))
+    assert names_in(tmp_path) == [checkpoint.name] and (checkpoint / "old").exists()
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("other")])
 @pytest.mark.parametrize("update", [2, 1])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, error, update):
@@ -146,6 +186,12 @@ def test_a_manifest_that_cannot_be_read_is_damage(tmp_path, content):
     messages = []
     assert newest_sound(tmp_path, messages.append) == sound
     assert len(messages) == 1 and str(damaged) in messages[0]
+
+
+def test_a_manifest_without_files_is_damage(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1, write_files)
+    (checkpoint / "manifest.json").write_text("{}")
+    assert fault_of(checkpoint) == "manifest.json names no file"
 
 
 def test_every_flipped_bit_of_a_manifests_digits_is_damage(tmp_path):

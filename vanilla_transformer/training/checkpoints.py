@@ -24,6 +24,8 @@ from vanilla_transformer.errors import UserError
 
 _NAME = re.compile(r"update-(\d+)")
 _MANIFEST = "manifest.json"
+# Beginning of the name of a checkpoint while another one of the same update takes its place.
+_REPLACED = "replaced-"
 
 
 def checkpoint_name(update: int) -> str:
@@ -68,12 +70,15 @@ def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
+        replaced = folder / f"{_REPLACED}{final.name}"
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         partial.rename(final)
         _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        _put_back(folder)
         if not any(folder.iterdir()):
             # An empty folder of checkpoints would pass for a run.
             folder.rmdir()
@@ -93,6 +98,8 @@ def fault_of(checkpoint: Path) -> str | None:
     name = _MANIFEST
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest == {}:
+            return f"{_MANIFEST} names no file"
         for name, expected in manifest.items():
             path = checkpoint / name
             if not path.is_file():
@@ -121,6 +128,7 @@ def newest_sound(folder: Path, report: Callable[[str], None]) -> Path | None:
     Raises:
         UserError: There are checkpoints, and all are damaged.
     """
+    _put_back(folder)
     checkpoints = list_checkpoints(folder)
     for checkpoint in reversed(checkpoints):
         fault = fault_of(checkpoint)
@@ -139,7 +147,7 @@ def rotate(folder: Path, keep: int) -> None:
         folder: Folder of the checkpoints.
         keep: Number of checkpoints to keep.
     """
-    for leftover in folder.glob("partial-*"):
+    for leftover in (*folder.glob("partial-*"), *folder.glob(f"{_REPLACED}*")):
         shutil.rmtree(leftover, ignore_errors=True)
     discard(list_checkpoints(folder)[:-keep])
 
@@ -197,6 +205,14 @@ def load_optimizer(
             optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
 
 
+def _put_back(folder: Path) -> None:
+    """Give a checkpoint its name back that was to be replaced by another, which never came."""
+    for replaced in folder.glob(f"{_REPLACED}*"):
+        final = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+        if not final.exists():
+            replaced.rename(final)
+
+
 def _describe(path: Path) -> dict[str, int | str]:
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -204,7 +220,11 @@ def _describe(path: Path) -> dict[str, int | str]:
 
 def _sync(path: Path) -> None:
     """Have the operating system put a file or a folder's entries on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if path.is_dir() and os.name == "nt":
+        # Windows opens no folders, and writes their entries by itself.
+        return
+    # Windows syncs only what was opened for writing.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

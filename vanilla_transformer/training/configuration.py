@@ -279,7 +279,8 @@ def check_output_dir(options: TrainingOptions) -> None:
         UserError: As said.
     """
     folder = options.output_dir
-    has_checkpoints = any((folder / "checkpoints").glob("update-*"))
+    # A checkpoint that was being replaced when the run was killed counts: it is put back before it is read.
+    has_checkpoints = any(any((folder / "checkpoints").glob(name)) for name in ("update-*", "replaced-update-*"))
     if options.resume and not has_checkpoints:
         raise UserError(f"--resume was given, but {folder} holds no checkpoints; leave --resume out to start.")
     if not options.resume and (has_checkpoints or (folder / "model.safetensors").exists()):
