@@ -1,4 +1,5 @@
 import errno
+import math
 import resource
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,9 @@ from runs import D_MODEL, MAX_UPDATES, assert_same_run, make_run, train_anew
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training import engine
+from vanilla_transformer.training import divergence, engine
+from vanilla_transformer.training.checkpoints import fault_of
+from vanilla_transformer.training.divergence import LossWatch
 from vanilla_transformer.training.engine import TrainingRun
 from vanilla_transformer.training.loss import SmoothedTranslationLoss
 from vanilla_transformer.training.preparation import prepare
@@ -43,6 +46,103 @@ def test_other_failures_pass_through(make_options, tmp_path):
     with mock.patch.object(SmoothedTranslationLoss, "forward", side_effect=error), pytest.raises(RuntimeError) as got:
         train_anew(make_options(tmp_path))
     assert got.value is error
+
+
+@contextmanager
+def poisoned(number: int, value: float, parameter: str = "model.encoder.layers.0.fc1.weight"):
+    """Plant a value among the weights before a step; yields what the weights were after it."""
+    original, after = TrainingRun.step, {}
+
+    def step(self, update, this):
+        if this == number:
+            with torch.no_grad():
+                dict(self.model.named_parameters())[parameter][0, 0] = value
+            after.update((name, tensor.clone()) for name, tensor in self.model.state_dict().items())
+        try:
+            return original(self, update, this)
+        finally:
+            if this == number:
+                same = all(torch.equal(after[n], t) for n, t in self.model.state_dict().items() if n != parameter)
+                after["same"] = same
+
+    with mock.patch.object(TrainingRun, "step", step):
+        yield after
+
+
+def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(make_options, tmp_path):
+    options = make_options(tmp_path)
+    planned = make_run(make_options(tmp_path / "plan")).batches.updates(1)[1].batches[0]
+    named = ", ".join(str(pair) for pair in planned)
+    lines = ", ".join(str(pair + 1) for pair in planned)
+    checkpoint = tmp_path / "checkpoints" / "update-00000004"
+    expected = (
+        rf"^In update 6 the loss is infinite or not a number, on pairs {named} \(lines {lines} of .*train\.en and "
+        rf".*train\.de\); the last sound checkpoint is {checkpoint}, from which a new run may start with --init_from"
+    )
+    with poisoned(6, math.nan) as after, pytest.raises(UserError, match=expected):
+        train_anew(options)
+    assert after["same"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000004"]
+    assert fault_of(checkpoint) is None
+    assert not (tmp_path / "model.safetensors").exists()
+    # The fault was planted; without it, the run goes on from there.
+    train_anew(replace(options, resume=True))
+    train_anew(make_options(tmp_path / "whole"))
+    assert_same_run(tmp_path, tmp_path / "whole")
+
+
+def test_a_gradient_that_is_not_finite_stops_although_the_loss_is(make_options, tmp_path):
+    run = make_run(make_options(tmp_path))
+    update = run.batches.updates(0)[0]
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.model.model.shared.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(UserError, match=r"In update 1 the gradient is infinite .* nothing was saved before"):
+        run.step(update, 1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
+    assert not run.optimizer.state
+
+
+def test_pairs_have_no_lines_where_some_were_dropped(make_options, material, tmp_path):
+    texts = []
+    for language in ("en", "de"):
+        texts.append(tmp_path / f"gap.{language}")
+        texts[-1].write_text("\n" + (material / f"train.{language}").read_text(encoding="utf-8"), encoding="utf-8")
+    with poisoned(1, math.inf), pytest.raises(UserError, match=r"not a number, on pairs [0-9, ]*; nothing was saved"):
+        train_anew(make_options(tmp_path / "run", train_files=tuple(texts)))
+
+
+def test_a_loss_that_stays_far_above_its_mean_stops_the_run(make_options, tmp_path):
+    original = TrainingRun.step
+
+    def step(self, update, number):
+        sums = original(self, update, number)
+        return sums * 8.0 if number > 10 else sums
+
+    options = make_options(tmp_path, max_updates=60, valid_files=(), keep_last=20, save_every=10)
+    last = rf"the last sound checkpoint is {tmp_path}/checkpoints/update-00000010, "
+    with mock.patch.object(TrainingRun, "step", step), pytest.raises(UserError, match=last) as raised:
+        train_anew(options)
+    assert f"in update {10 + divergence.PATIENCE} it is" in str(raised.value)
+    # A resumed run remembers how long it has been going on.
+    with mock.patch.object(TrainingRun, "step", step), pytest.raises(UserError) as again:
+        train_anew(replace(options, resume=True))
+    assert str(again.value) == str(raised.value)
+
+
+def test_the_watch_wants_both_many_updates_and_losses_worse_than_a_guess():
+    def alarms(losses, guess=9.0):
+        watch = LossWatch()
+        return [number for number, loss in enumerate(losses, start=1) if watch.see(loss, guess)]
+
+    calm = [10.0, 8.0, 6.0] + [4.0] * 300
+    limit = divergence.PATIENCE
+    assert alarms(calm) == []
+    assert alarms(calm + [100.0] * (limit - 1) + [4.0] + [100.0] * (limit - 1)) == []
+    assert alarms(calm + [100.0] * limit) == [len(calm) + limit]
+    # Not three times the mean; not worse than a guess.
+    assert alarms(calm + [11.9] * 100) == []
+    assert alarms([0.5] * 300 + [8.9] * 100) == []
+    assert alarms([*calm, math.nan]) == [len(calm) + 1]
 
 
 @contextmanager

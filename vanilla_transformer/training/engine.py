@@ -1,12 +1,10 @@
 """The training loop, on Accelerate: one process or many, exactly resumable."""
 
-import hashlib
 import json
 import math
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vanilla_transformer.data.batching import TokenBatches, Update
-from vanilla_transformer.data.collation import collate
 from vanilla_transformer.data.encoding import EncodedCorpus
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
@@ -35,7 +32,8 @@ from .checkpoints import (
     write_checkpoint,
 )
 from .configuration import TrainingOptions, check_output_dir, check_texts
-from .failures import naming_batch, naming_disk
+from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
+from .failures import naming_disk
 from .identity import differences, identity_of
 from .initialisation import make_model
 from .journal import Journal, Window
@@ -44,6 +42,7 @@ from .preparation import PreparedData, prepare
 from .process import accelerating, catch_signals, keep_freed_memory
 from .run_folder import write_run_record
 from .schedule import learning_rate
+from .step import OptimiserStep
 
 
 # Receives the model in evaluation mode and the tokenizer; returns named scores for the journal.
@@ -140,11 +139,15 @@ class TrainingRun:
         self._received: int | None = None
         self._planned_epoch: tuple[int, list[Update]] = (0, first_epoch)
         self._window = Window()
+        self._watch = LossWatch()
         # A checkpoint that the schedule of saving does not have, because the run was stopped there.
         self._stopgap: Path | None = None
         if options.resume:
             self._resume(optimizer)
         self.loss, self.optimizer = accelerator.prepare(self.loss, optimizer)
+        self.optimiser_step = OptimiserStep(
+            options, accelerator, self.loss, self.optimizer, self.model.config, data.train
+        )
 
     def run(self) -> TrainingResult:
         """Train to the end, or until a signal, and write the result."""
@@ -181,10 +184,13 @@ class TrainingRun:
         while self.update < self.num_updates:
             number = self.update + 1
             planned = self._planned(self.update)
-            self._window.add(planned, self.step(planned, number), self.data.train)
+            sums = self.step(planned, number)
+            sums, stop = self._exchange(sums, self._received or 0)
+            self._watch_loss(planned, number, float(sums[0]) / planned.num_target_tokens)
+            self._window.add(planned, sums, self.data.train)
             self.update = number
             progress.update()
-            self.signal = self._any_process(self._received or 0) or None
+            self.signal = stop or None
             if number % options.log_every == 0 or number == self.num_updates:
                 record = self._train_record(self._window)
                 self._window = Window()
@@ -198,6 +204,12 @@ class TrainingRun:
                 self._window.restart_clock()
             if self.signal is not None:
                 break
+
+    def _watch_loss(self, update: Update, number: int, loss: float) -> None:
+        if self._watch.see(loss, math.log(self.model.config.vocab_size)):
+            pairs = np.concatenate(update.batches)
+            reason = exploded(number, self._watch, loss, pairs, self.data.train)
+            raise stopped(reason, self.checkpoints, number - self._watch.streak)
 
     def _validation_is_due(self) -> bool:
         at_its_turn = self.update % self.options.validate_every == 0 or self.update == self.num_updates
@@ -222,34 +234,15 @@ class TrainingRun:
 
         Returns:
             Smoothed loss and negative log-likelihood, summed over this process's target tokens; float64 [2].
+
+        Raises:
+            UserError: The loss or its gradient is not finite; the weights are as they were.
         """
-        accelerator, options = self.accelerator, self.options
-        self.loss.train()
-        share = update.share_of(accelerator.process_index, accelerator.num_processes)
-        # A process without a batch takes part in the reduction of gradients all the same, with a gradient of zero.
-        weight = 1.0 if share else 0.0
-        share = share or [(0, update.batches[0])]
-        # DistributedDataParallel takes the mean over processes.
-        factor = weight * accelerator.num_processes / update.num_target_tokens
-        sums = torch.zeros(2, dtype=torch.float64)
-        for position, (index, batch) in enumerate(share):
-            last = position == len(share) - 1
-            with (
-                nullcontext() if last else accelerator.no_sync(self.loss),
-                naming_batch(number, batch, self.data.train, options.tokens_per_batch),
-            ):
-                # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
-                torch.manual_seed(_dropout_seed(options.seed, number, index))
-                loss, nll = self.loss(**self._inputs(self.data.train, batch))
-                accelerator.backward(loss * factor)
-            sums += weight * torch.stack([loss.detach(), nll]).to("cpu", torch.float64)
-        if options.max_grad_norm > 0.0:
-            accelerator.clip_grad_norm_(self.loss.parameters(), options.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(number)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return sums
+        try:
+            return self.optimiser_step(update, number, self._learning_rate(number))
+        except NotFinite as error:
+            reason = not_finite(number, update.batches, error.batch, self.data.train)
+            raise stopped(reason, self.checkpoints, number - 1) from error
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -265,7 +258,7 @@ class TrainingRun:
         for batch in batches[accelerator.process_index :: accelerator.num_processes]:
             # The module below the wrapper: processes may have unequal numbers of batches here.
             with accelerator.autocast():
-                _, nll = accelerator.unwrap_model(self.loss)(**self._inputs(corpus, batch))
+                _, nll = accelerator.unwrap_model(self.loss)(**self.optimiser_step.inputs(corpus, batch))
             sums += torch.tensor([nll.item(), float(corpus.target_lengths[batch].sum())], dtype=torch.float64)
         nll, tokens = self._sum_over_processes(sums).tolist()
         record = {"loss": nll / tokens, "perplexity": math.exp(min(nll / tokens, 700.0))}
@@ -290,15 +283,6 @@ class TrainingRun:
             rotate(self.checkpoints, self.options.keep_last)
         self.accelerator.wait_for_everyone()
 
-    def _inputs(self, corpus: EncodedCorpus, batch: np.ndarray) -> dict[str, torch.Tensor]:
-        config = self.model.config
-        tensors = collate(
-            *corpus.rows(batch),
-            pad_token_id=config.pad_token_id,
-            decoder_start_token_id=config.decoder_start_token_id,
-        )
-        return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
-
     def _planned(self, done: int) -> Update:
         epoch, position = divmod(done, self.updates_per_epoch)
         if self._planned_epoch[0] != epoch:
@@ -314,11 +298,12 @@ class TrainingRun:
         )
 
     def _train_record(self, window: Window) -> dict[str, float]:
-        loss, nll = self._sum_over_processes(window.sums).tolist()
+        loss, nll = window.sums.tolist()
         return {
             "epoch": round(self.update / self.updates_per_epoch, 4),
             "loss": loss / window.target_tokens,
             "nll": nll / window.target_tokens,
+            "gradient_norm": self.optimiser_step.gradient_norm,
             "learning_rate": self._learning_rate(self.update),
             "tokens_per_second": window.tokens / window.seconds,
             "fill_rate": self.batches.fill_rate(window.batches),
@@ -334,6 +319,14 @@ class TrainingRun:
         if number == signal.SIGINT and self._received == number:
             raise KeyboardInterrupt
         self._received = number
+
+    def _exchange(self, sums: torch.Tensor, stop: int) -> tuple[torch.Tensor, int]:
+        """Sum losses over the processes, and take the largest of their wishes to stop, in one message."""
+        if self.accelerator.num_processes == 1:
+            return sums, stop
+        message = torch.tensor([*sums.tolist(), stop], dtype=torch.float64, device=self.accelerator.device)
+        messages = self.accelerator.gather(message).cpu().view(-1, 3)
+        return messages[:, :2].sum(dim=0), int(messages[:, 2].max())
 
     def _any_process(self, value: int) -> int:
         """The largest of the processes' values."""
@@ -354,9 +347,10 @@ class TrainingRun:
             "stopgap": self.update % self.options.save_every != 0,
             "window": {
                 "updates": self._window.updates,
-                "sums": self._sum_over_processes(self._window.sums).tolist(),
+                "sums": self._window.sums.tolist(),
                 "seconds": self._window.seconds,
             },
+            "watch": self._watch.state(),
             **identity_of(self.options, self.data),
         }
 
@@ -381,14 +375,14 @@ class TrainingRun:
         self.update = state["update"]
         self._stopgap = checkpoint if state["stopgap"] else None
         self._refill_window(**state["window"])
+        self._watch = LossWatch(**state.get("watch", {}))
         self.accelerator.print(f"Resuming from {checkpoint}.", file=sys.stderr)
 
     def _refill_window(self, updates: int, sums: list[float], seconds: float) -> None:
         """Restore the sums since the last record, so that the next one covers as many updates as it would have."""
         for done in range(self.update - updates, self.update):
             self._window.add(self._planned(done), torch.zeros(2, dtype=torch.float64), self.data.train)
-        if self.accelerator.is_main_process:
-            self._window.sums += torch.tensor(sums, dtype=torch.float64)
+        self._window.sums += torch.tensor(sums, dtype=torch.float64)
         self._window.seconds = seconds
 
     def _facts(self) -> dict[str, Any]:
@@ -427,10 +421,6 @@ def _plan(corpus: EncodedCorpus, options: TrainingOptions, *, shuffle: bool = Tr
         seed=options.seed,
         shuffle=shuffle,
     )
-
-
-def _dropout_seed(seed: int, update: int, batch: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {update} {batch}".encode(), digest_size=8).digest()) >> 1
 
 
 def _validation_line(update: int, record: dict[str, float]) -> str:

@@ -69,7 +69,7 @@ class Window:
         self._started = time.perf_counter()
 
     def add(self, update: Update, sums: torch.Tensor, corpus: EncodedCorpus) -> None:
-        """Count an update: its batches, and its summed losses on this process."""
+        """Count an update: its batches, and its losses summed over all processes."""
         self.sums += sums
         self.target_tokens += update.num_target_tokens
         self.tokens += update.num_target_tokens + sum(int(corpus.source_lengths[b].sum()) for b in update.batches)

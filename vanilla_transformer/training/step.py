@@ -1,0 +1,134 @@
+"""One optimiser step: the gradient of a whole update, however it is cut and spread, and Adam's move along it."""
+
+import hashlib
+import math
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PretrainedConfig
+
+from vanilla_transformer.data.batching import Update
+from vanilla_transformer.data.collation import collate
+from vanilla_transformer.data.encoding import EncodedCorpus
+
+from .configuration import TrainingOptions
+from .divergence import NotFinite
+from .failures import naming_batch
+
+
+class OptimiserStep:
+    """Makes optimiser steps.
+
+    Args:
+        options: Training options.
+        accelerator: Devices and processes.
+        loss: Model and loss, as the accelerator prepared them.
+        optimizer: Adam, likewise.
+        config: Configuration of the model.
+        corpus: Training text.
+
+    Attributes:
+        gradient_norm: Euclidean norm of the last step's gradient, before it was clipped.
+    """
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        accelerator: Accelerator,
+        loss: nn.Module,
+        optimizer: AcceleratedOptimizer,
+        config: PretrainedConfig,
+        corpus: EncodedCorpus,
+    ):
+        self.options = options
+        self.accelerator = accelerator
+        self.loss = loss
+        self.optimizer = optimizer
+        self.config = config
+        self.corpus = corpus
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.gradient_norm = 0.0
+
+    def __call__(self, update: Update, number: int, learning_rate: float) -> torch.Tensor:
+        """Do one step.
+
+        Args:
+            update: The batches of the step.
+            number: Number of the step, from 1 on.
+            learning_rate: Adam's.
+
+        Returns:
+            Smoothed loss and negative log-likelihood, summed over this process's target tokens; float64 [2].
+
+        Raises:
+            NotFinite: The gradient is infinite or not a number; the weights are as they were.
+        """
+        losses, weight = self._backward(update, number)
+        norm = get_total_norm([parameter.grad for parameter in self.parameters])
+        plain_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # The step's only wait for the device: what it computed decides whether the weights may move.
+        *sums, self.gradient_norm = torch.cat([*losses, plain_norm[None]]).to("cpu", torch.float64).tolist()
+        sums = torch.tensor(sums, dtype=torch.float64).view(-1, 2)
+        if not math.isfinite(self.gradient_norm):
+            # The norm is that of the sum over processes, so that all of them come here.
+            self.optimizer.zero_grad()
+            raise NotFinite(self._bad_batch(update, sums))
+        if self.options.max_grad_norm > 0.0:
+            clip_grads_with_norm_(self.parameters, self.options.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return weight * sums.sum(dim=0)
+
+    def inputs(self, corpus: EncodedCorpus, batch: np.ndarray) -> dict[str, torch.Tensor]:
+        """A batch's tensors on the device."""
+        tensors = collate(
+            *corpus.rows(batch),
+            pad_token_id=self.config.pad_token_id,
+            decoder_start_token_id=self.config.decoder_start_token_id,
+        )
+        return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def _backward(self, update: Update, number: int) -> tuple[list[torch.Tensor], float]:
+        """Sum the gradient; return both losses of each batch [2], and the weight with which they count."""
+        accelerator, options = self.accelerator, self.options
+        self.loss.train()
+        share = update.share_of(accelerator.process_index, accelerator.num_processes)
+        # A process without a batch takes part in the reduction of gradients all the same, with a gradient of zero.
+        weight = 1.0 if share else 0.0
+        share = share or [(0, update.batches[0])]
+        # DistributedDataParallel takes the mean over processes.
+        factor = weight * accelerator.num_processes / update.num_target_tokens
+        losses = []
+        for position, (index, batch) in enumerate(share):
+            last = position == len(share) - 1
+            with (
+                nullcontext() if last else accelerator.no_sync(self.loss),
+                naming_batch(number, batch, self.corpus, options.tokens_per_batch),
+            ):
+                # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
+                torch.manual_seed(_dropout_seed(options.seed, number, index))
+                loss, nll = self.loss(**self.inputs(self.corpus, batch))
+                accelerator.backward(loss * factor)
+            losses.append(torch.stack([loss.detach(), nll]))
+        return losses, weight
+
+    def _bad_batch(self, update: Update, sums: torch.Tensor) -> np.ndarray | None:
+        """The first batch of the update whose loss is not finite, on whichever process; `None` if all losses are."""
+        accelerator = self.accelerator
+        share = update.share_of(accelerator.process_index, accelerator.num_processes)
+        bad = [index for (index, _), pair in zip(share, sums, strict=False) if not bool(pair.isfinite().all())]
+        first = torch.tensor([bad[0] if bad else len(update.batches)], device=accelerator.device)
+        first = int(accelerator.gather(first).min())
+        return update.batches[first] if first < len(update.batches) else None
+
+
+def _dropout_seed(seed: int, update: int, batch: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {update} {batch}".encode(), digest_size=8).digest()) >> 1
