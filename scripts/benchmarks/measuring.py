@@ -1,0 +1,162 @@
+"""What the training benchmark measures with: clocks, operation counts, memory, the device's own rate."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vanilla_transformer import VanillaTransformerConfig
+
+
+# Orders of the square matrices whose product is timed, and how often each is.
+_ORDERS = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+_REPETITIONS = 5
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Clocks that run from the last warm-up update to the end of the last update.
+
+    What lies between two updates, such as reading and padding the next batch, is inside.
+
+    Args:
+        device: Where the updates are computed.
+        warmup: Number of first updates that do not count, at least 1.
+        seconds: Measure at least so long; on a CPU in CPU time, which does not pass while others have the core.
+        updates: Measure at least so many updates.
+        batches: Source and target lengths of each measured batch.
+        wall_seconds: Elapsed time.
+        cpu_seconds: Time of all threads of this process.
+    """
+
+    device: torch.device
+    warmup: int
+    seconds: float
+    updates: int
+    batches: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    done: int = 0
+    _started: tuple[float, float] = (0.0, 0.0)
+
+    def update_done(self, *batches: tuple[np.ndarray, np.ndarray]) -> bool:
+        """Count an update.
+
+        Args:
+            *batches: Source and target lengths of each of its batches, `</s>` included.
+
+        Returns:
+            Whether enough was measured.
+        """
+        self.done += 1
+        if self.done <= self.warmup:
+            if self.done == self.warmup:
+                synchronize(self.device)
+                self._started = _clocks()
+            return False
+        self.batches.extend(batches)
+        wall, cpu = _since(self._started)
+        if self.done - self.warmup < self.updates or (cpu if self.device.type == "cpu" else wall) < self.seconds:
+            return False
+        synchronize(self.device)
+        self.wall_seconds, self.cpu_seconds = _since(self._started)
+        return True
+
+    def counts(self, config: VanillaTransformerConfig) -> dict[str, float]:
+        """What was measured, as plain numbers."""
+        return {
+            "updates": self.done - self.warmup,
+            "pairs": sum(len(source) for source, _ in self.batches),
+            "wall_seconds": self.wall_seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "real_tokens": sum(int(side.sum()) for batch in self.batches for side in batch),
+            "padded_tokens": sum(int(side.max()) * len(side) for batch in self.batches for side in batch),
+            "operations": sum(operations(config, *batch) for batch in self.batches),
+        }
+
+
+def operations(config: VanillaTransformerConfig, source: np.ndarray, target: np.ndarray) -> float:
+    """Floating-point operations that one training step on these sentences needs, padding excluded.
+
+    Matrices cost 6 operations for each of their entries and tokens (2 forward, 4 backward), the products of attention
+    6 for each channel of each pair of positions that may see each other, once for scores and once for values.
+
+    Args:
+        config: Dimensions of the model, with d_k = d_v = d_model / heads.
+        source: Source lengths.
+        target: Target lengths.
+    """
+    width = config.d_model
+    source, target = source.astype(np.float64), target.astype(np.float64)
+    encoder = config.encoder_layers * (4 * width**2 + 2 * width * config.encoder_ffn_dim)
+    of_source = encoder + config.decoder_layers * 2 * width**2
+    decoder = config.decoder_layers * (6 * width**2 + 2 * width * config.decoder_ffn_dim)
+    of_target = decoder + width * config.decoder_vocab_size
+    matrices = of_source * source.sum() + of_target * target.sum()
+    positions = config.encoder_layers * (source**2).sum()
+    positions += config.decoder_layers * ((target * (target + 1) / 2).sum() + (source * target).sum())
+    return 6.0 * float(matrices + 2 * width * positions)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """The best rate of several large matrix products, in operations per second of wall time and of CPU time."""
+    best = {"wall": 0.0, "cpu": 0.0}
+    for order in _ORDERS[device.type]:
+        left = torch.randn(order, order, device=device).to(dtype)
+        right = torch.randn(order, order, device=device).to(dtype)
+        torch.mm(left, right)
+        for _ in range(_REPETITIONS):
+            synchronize(device)
+            started = _clocks()
+            torch.mm(left, right)
+            synchronize(device)
+            for clock, seconds in zip(best, _since(started), strict=True):
+                best[clock] = max(best[clock], 2.0 * order**3 / seconds)
+    return best
+
+
+def count_parameters(model: torch.nn.Module) -> dict[str, int]:
+    """Trained numbers of a model: those in matrices, in vectors that scale, and in biases."""
+    counts = {"matrices": 0, "scales": 0, "biases": 0}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "matrices" if parameter.ndim > 1 else "biases" if name.endswith("bias") else "scales"
+            counts[kind] += parameter.numel()
+    return counts
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Largest memory of this process so far in bytes, the accelerator's where there is one; `None` if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status_bytes("VmHWM")
+
+
+def current_memory(device: torch.device) -> int | None:
+    """Memory of this process now, likewise."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status_bytes("VmRSS")
+
+
+def _clocks() -> tuple[float, float]:
+    """Wall time and CPU time of all threads, in seconds from some moment on."""
+    return time.perf_counter(), time.process_time()
+
+
+def _since(started: tuple[float, float]) -> tuple[float, float]:
+    return tuple(now - then for now, then in zip(_clocks(), started, strict=True))
+
+
+def _status_bytes(name: str) -> int | None:
+    # Not getrusage: its maximum survives the exec that starts a process.
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
+    except OSError:
+        return None
