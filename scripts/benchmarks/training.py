@@ -7,30 +7,24 @@ depend on what else the machine does.
 """
 
 import argparse
-import gc
 import json
-import multiprocessing
 import os
 import platform
 import random
 import subprocess
 import sys
 import tempfile
-import traceback
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 import torch
-from accelerate.state import AcceleratorState
-from measuring import Meter, count_parameters, current_memory, peak_memory, product_rate
-from transformers.utils import logging
-from variants import LABEL_SMOOTHING, VARIANTS, Task
+from report import CLOCKS, check_parameters, print_tables, rate, ratios, summarise
+from variants import VARIANTS
+from worker import Setting, Worker
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import TrainingOptions, check_texts
-from vanilla_transformer.training.preparation import prepare
+from vanilla_transformer.training.configuration import check_texts
 
 
 SAMPLE = Path(__file__).parents[2] / "vanilla_transformer" / "quickstart" / "sample"
@@ -39,310 +33,70 @@ DEFAULT_VARIANTS = (
     "engine-bf16", "engine-fp32", "trainer-fp32", "trainer-bf16", "marian-fp32", "marian-bf16", "marian-bf16-eager",
     "torch-fp32", "torch-bf16", "torch-bf16-math",
 )  # fmt: skip
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PACKAGES = ("vanilla-transformer", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What one table is about.
-
-    Args:
-        size: Name of the dimensions.
-        vocabulary: Number of entries.
-        threads: Number of threads and cores; `None` leaves both as they are.
-        device: `cpu` or `cuda`.
-        files: Source and target text.
-        tokens_per_batch: Padded tokens on either side of a batch of this engine and of the loops.
-        cache_dir: Folder of vocabularies and encoded text.
-    """
-
-    size: str
-    vocabulary: int
-    threads: int | None
-    device: str
-    files: tuple[Path, ...]
-    tokens_per_batch: int
-    cache_dir: Path
-
-    def options(self) -> TrainingOptions:
-        """This engine's options: its defaults, but for dropout and for one batch an update, as the peers have them."""
-        return TrainingOptions(
-            output_dir=self.cache_dir / "run",
-            train_files=self.files,
-            preset=self.size,
-            vocab_size=self.vocabulary,
-            # A small text has too few frequent neighbours for a large vocabulary.
-            min_frequency=1,
-            dropout=0.1,
-            label_smoothing=LABEL_SMOOTHING,
-            tokens_per_batch=self.tokens_per_batch,
-            tokens_per_update=self.tokens_per_batch,
-            device="cpu" if self.device == "cpu" else "auto",
-        )
-
-    def __str__(self) -> str:
-        threads = "" if self.threads is None else f", {self.threads} thread{'s'[: self.threads > 1]}"
-        return f"{self.size}, vocabulary {self.vocabulary:,}, {self.device}{threads}"
-
-
-class Bench:
-    """Measures variants, each newly built, in the process that it lives in."""
-
-    def __init__(self, setting: Setting):
-        if setting.threads is not None:
-            torch.set_num_threads(setting.threads)
-        logging.set_verbosity_error()
-        options = setting.options()
-        options.check()
-        self.device = torch.device(setting.device)
-        self.task = Task(options, prepare(options, setting.cache_dir), self.device)
-
-    def measure(self, name: str, *, seed: int, warmup: int, seconds: float, updates: int) -> dict:
-        """Train a variant for a while.
-
-        Args:
-            name: Of the variant.
-            seed: Decides which part of the text is trained on.
-            warmup: Number of first updates that do not count.
-            seconds: Measure at least so long.
-            updates: Measure at least so many updates.
-
-        Returns:
-            What was measured, for the JSON record.
-        """
-        gc.collect()
-        environment = dict(os.environ)
-        rate = product_rate(self.device, DTYPES[precision_of(name)])
-        before = current_memory(self.device)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            # Trainer and engine set up Accelerate differently, and it keeps the first set-up of a process.
-            AcceleratorState._reset_state(reset_partial_state=True)
-            torch.manual_seed(seed)
-            variant = VARIANTS[name](self.task)
-            meter = Meter(self.device, warmup=warmup, seconds=seconds, updates=updates)
-            variant.train(meter, seed)
-        finally:
-            os.environ.clear()
-            os.environ.update(environment)
-        return {
-            "variant": name,
-            "parameters": count_parameters(variant.model),
-            **meter.counts(self.task.config),
-            "product_rate": rate,
-            "memory_before": before,
-            "peak_memory": peak_memory(self.device),
-        }
-
-
-class Worker:
-    """A process with a `Bench` in it, which works only while it is asked to.
+def compare(setting: Setting, arguments: argparse.Namespace, entry: dict, save: Callable[[], None]) -> None:
+    """Measure all variants of one setting, and print the tables.
 
     Args:
         setting: What to measure.
-
-    Raises:
-        UserError: The text cannot be used for it.
-    """
-
-    def __init__(self, setting: Setting):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, setting), daemon=True)
-        if setting.threads is not None:
-            # Read when the process imports torch.
-            os.environ["OMP_NUM_THREADS"] = str(setting.threads)
-        self._process.start()
-        theirs.close()
-        self._receive()
-
-    def measure(self, name: str, **arguments: float) -> dict:
-        """What `Bench.measure` returns."""
-        self._connection.send((name, arguments))
-        return self._receive()
-
-    def close(self) -> None:
-        """End the process."""
-        self._connection.close()
-        self._process.join()
-
-    def _receive(self) -> dict | None:
-        try:
-            kind, result = self._connection.recv()
-        except EOFError:
-            self._process.join()
-            raise RuntimeError(f"The measuring process ended with status {self._process.exitcode}.") from None
-        if kind == "mistake":
-            raise UserError(result)
-        if kind == "defect":
-            raise RuntimeError(result)
-        return result
-
-
-def _serve(connection, setting: Setting) -> None:
-    if setting.threads is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: setting.threads])
-    try:
-        bench = Bench(setting)
-        connection.send(("ready", None))
-        while True:
-            name, arguments = connection.recv()
-            connection.send(("result", bench.measure(name, **arguments)))
-    except EOFError:
-        pass
-    except UserError as error:
-        connection.send(("mistake", str(error)))
-    except Exception:
-        connection.send(("defect", traceback.format_exc()))
-
-
-def precision_of(name: str) -> str:
-    """`bf16` or `fp32`, from a variant's name."""
-    return name.split("-")[1]
-
-
-def compare(setting: Setting, arguments: argparse.Namespace) -> dict:
-    """Measure all variants of one setting, and print the table.
-
-    Returns:
-        The setting's part of the JSON record.
+        arguments: What the command line says.
+        entry: The setting's part of the JSON record, to be filled.
+        save: Writes the record; called after each measurement, so that an interrupted benchmark leaves what it has.
     """
     print(f"\n{setting}", flush=True)
+    entry.update(setting=setting.as_dict(), measurements=[])
+    measurements = entry["measurements"]
+    for measured in take_turns(setting, arguments):
+        measurements.append(measured)
+        save()
+    check_parameters(measurements)
+    memory = dict.fromkeys(arguments.variants)
+    if setting.device == "cuda":
+        for name in memory:
+            memory[name] = max(measured["peak_memory"] for measured in measurements if measured["variant"] == name)
+    elif arguments.memory:
+        memory = measure_memory(setting, arguments)
+    show("")
+    entry.update(summary=summarise(measurements, memory), ratios=ratios(measurements))
+    save()
+    print_tables(setting, entry["summary"], measurements)
+
+
+def take_turns(setting: Setting, arguments: argparse.Namespace) -> Iterator[dict]:
+    """Measure every variant once in each round, in random order."""
     names = list(arguments.variants)
     if arguments.separate:
-        workers = {name: Worker(setting) for name in names}
+        workers = {name: Worker(setting, shared=False) for name in names}
     else:
-        workers = dict.fromkeys(names, Worker(setting))
+        workers = dict.fromkeys(names, Worker(setting, shared=True))
     order = random.Random(arguments.seed)
-    measurements = []
     extent = {"warmup": arguments.warmup, "seconds": arguments.seconds, "updates": arguments.updates}
     for number in range(arguments.rounds):
         order.shuffle(names)
         for name in names:
             measured = workers[name].measure(name, seed=arguments.seed + number, **extent)
-            measurements.append({"round": number, **measured})
-            progress(f"round {number + 1} of {arguments.rounds}: {name}, {rate(measured, 'wall'):,.0f} tokens/s")
+            yield {"round": number, **measured}
+            speeds = " and ".join(f"{rate(measured, clock):,.0f} tokens per {clock} second" for clock in CLOCKS)
+            show(f"round {number + 1} of {arguments.rounds}: {name}, {speeds}")
     for worker in set(workers.values()):
         worker.close()
-    check_parameters(measurements)
+
+
+def measure_memory(setting: Setting, arguments: argparse.Namespace) -> dict[str, int | None]:
+    """Peak memory of a few updates of each variant, in a process of its own, since one process has but one peak."""
     memory = {}
-    if setting.device == "cuda":
-        for measured in measurements:
-            memory[measured["variant"]] = max(memory.get(measured["variant"], 0), measured["peak_memory"])
-    elif arguments.memory:
-        for name in arguments.variants:
-            worker = Worker(setting)
-            memory[name] = worker.measure(name, seed=arguments.seed, warmup=1, seconds=0.0, updates=2)["peak_memory"]
-            worker.close()
-            progress(f"memory of {name}")
-    progress("")
-    summary = summarise(arguments.variants, measurements, memory)
-    print_table(setting, summary, measurements)
-    return {
-        "size": setting.size,
-        "vocabulary": setting.vocabulary,
-        "threads": setting.threads,
-        "device": setting.device,
-        "summary": summary,
-        "ratios": ratios(arguments.variants, measurements),
-        "rounds": measurements,
-    }
+    for name in arguments.variants:
+        worker = Worker(setting, shared=False)
+        measured = worker.measure(name, seed=arguments.seed, warmup=1, seconds=0.0, updates=2)
+        worker.close()
+        memory[name] = measured["peak_memory"]
+        show(f"memory of {name}")
+    return memory
 
 
-def check_parameters(measurements: list[dict]) -> None:
-    """Refuse to compare models that differ in more than biases."""
-    counts = {
-        measured["variant"]: (measured["parameters"]["matrices"], measured["parameters"]["scales"])
-        for measured in measurements
-    }
-    if len(set(counts.values())) > 1:
-        raise RuntimeError(f"The variants are not the same model: (matrices, scales) are {counts}.")
-
-
-def rate(measured: dict, clock: str) -> float:
-    """Tokens without padding per second of `wall` or `cpu` time."""
-    return measured["real_tokens"] / measured[f"{clock}_seconds"]
-
-
-def summarise(names: list[str], measurements: list[dict], memory: dict[str, int | None]) -> dict[str, dict]:
-    """Median and range of each variant's rates, and its shares of real tokens and of the device's rate."""
-    summary = {}
-    for name in names:
-        mine = [measured for measured in measurements if measured["variant"] == name]
-        row = {"parameters": sum(mine[0]["parameters"].values()), "peak_memory": memory.get(name)}
-        for clock in ("wall", "cpu"):
-            rates = [rate(measured, clock) for measured in mine]
-            row[f"tokens_per_{clock}_second"] = {"median": median(rates), "range": [min(rates), max(rates)]}
-            possible = max(
-                measured["product_rate"][clock]
-                for measured in measurements
-                if precision_of(measured["variant"]) == precision_of(name)
-            )
-            done = median(measured["operations"] / measured[f"{clock}_seconds"] for measured in mine)
-            row[f"share_of_products_per_{clock}_second"] = done / possible
-        row["fill_rate"] = sum(m["real_tokens"] for m in mine) / sum(m["padded_tokens"] for m in mine)
-        summary[name] = row
-    return summary
-
-
-def ratios(names: list[str], measurements: list[dict]) -> dict[str, dict]:
-    """How many times as fast this engine is as each peer: median and range of the rounds' ratios."""
-    of = {(measured["variant"], measured["round"]): measured for measured in measurements}
-    rounds = sorted({number for _, number in of})
-    result = {}
-    for ours in (name for name in names if name.startswith("engine")):
-        for peer in (name for name in names if not name.startswith("engine")):
-            for clock in ("wall", "cpu"):
-                values = [rate(of[ours, number], clock) / rate(of[peer, number], clock) for number in rounds]
-                entry = result.setdefault(f"{ours} / {peer}", {})
-                entry[clock] = {"median": median(values), "range": [min(values), max(values)]}
-    return result
-
-
-def print_table(setting: Setting, summary: dict[str, dict], measurements: list[dict]) -> None:
-    """Print rates and ratios of one setting."""
-    clock = "wall" if setting.device == "cuda" else "cpu"
-    for precision in sorted({precision_of(name) for name in summary}):
-        best = max(m["product_rate"][clock] for m in measurements if precision_of(m["variant"]) == precision)
-        print(f"Matrix products in {precision}: {best / 1e9:,.0f} GFLOP/s per {clock} second.")
-    heads = ("variant", "parameters", "tokens/s", "tokens/CPU-s", "range", "fill", "of products", "peak memory")
-    rows = [heads]
-    for name, row in summary.items():
-        cpu = row["tokens_per_cpu_second"]
-        rows.append((
-            name,
-            f"{row['parameters']:,}",
-            f"{row['tokens_per_wall_second']['median']:,.0f}",
-            f"{cpu['median']:,.0f}",
-            f"{cpu['range'][0]:,.0f} to {cpu['range'][1]:,.0f}",
-            f"{row['fill_rate']:.1%}",
-            f"{row[f'share_of_products_per_{clock}_second']:.1%}",
-            "" if row["peak_memory"] is None else f"{row['peak_memory'] / 2**30:.2f} GiB",
-        ))  # fmt: skip
-    print_columns(rows)
-    rows = [("times as fast", "CPU time", "range", "wall time", "range")]
-    for name, clocks in ratios(list(summary), measurements).items():
-        row = [name]
-        for entry in (clocks["cpu"], clocks["wall"]):
-            row += [f"{entry['median']:.2f}", f"{entry['range'][0]:.2f} to {entry['range'][1]:.2f}"]
-        rows.append(tuple(row))
-    print()
-    print_columns(rows)
-
-
-def print_columns(rows: list[tuple[str, ...]]) -> None:
-    """Print rows with the first column left and the others right aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
-        print("  ".join([first.ljust(widths[0]), *cells]))
-    sys.stdout.flush()
-
-
-def progress(text: str) -> None:
+def show(text: str) -> None:
     """Show a line that the next one replaces."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
@@ -388,7 +142,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="padded tokens on either side of a batch of the engine and the loops; default: 4096",
     )
     add("--rounds", type=at_least(1), default=5, help="default: 5")
-    add("--seconds", type=float, default=20.0, help="measure each variant in each round so long; default: 20")
+    add(
+        "--seconds",
+        type=at_least(0),
+        default=20,
+        help="measure each variant in each round so long, in CPU time on CPUs; default: 20",
+    )
     add("--updates", type=at_least(1), default=3, help="and at least so many updates; default: 3")
     add("--warmup", type=at_least(1), default=2, help="updates before the clock starts; default: 2")
     add("--seed", type=at_least(0), default=1, help="of the order of variants and of the text; default: 1")
@@ -397,6 +156,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--cache_dir", type=Path, help="folder that keeps vocabularies and encoded text; default: none is kept")
     add("--output", type=Path, help="JSON file for everything that was measured")
     arguments = parser.parse_args(argv)
+    arguments.variants = list(dict.fromkeys(arguments.variants))
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device is cuda, but torch sees no GPU")
@@ -472,16 +232,21 @@ def main(argv: list[str] | None = None) -> int:
             **surroundings(),
             "settings": [],
         }
+
+        def save() -> None:
+            if arguments.output is not None:
+                arguments.output.write_text(json.dumps(record, indent=2), encoding="utf-8")
+
         try:
             check_texts(settings[0].options())
             for setting in settings:
-                record["settings"].append(compare(setting, arguments))
-                # After each, so that an interrupted benchmark leaves what it has.
-                if arguments.output is not None:
-                    arguments.output.write_text(json.dumps(record, indent=2), encoding="utf-8")
+                record["settings"].append({})
+                compare(setting, arguments, record["settings"][-1], save)
         except UserError as error:
             print(f"training.py: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            return 130
     return 0
 
 

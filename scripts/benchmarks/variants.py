@@ -115,31 +115,40 @@ class Trainer(Variant):
 
     def train(self, meter: Meter, seed: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = Seq2SeqTrainingArguments(
-                folder,
-                per_device_train_batch_size=SENTENCES_PER_BATCH,
-                label_smoothing_factor=LABEL_SMOOTHING,
-                bf16=self.precision == "bf16",
-                use_cpu=self.task.device.type == "cpu",
-                seed=seed,
-                # The callback stops it.
-                max_steps=10**6,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-            )
-            tokenizer = self.task.data.tokenizer
-            collator = RecordingCollator(tokenizer, model=self.model, label_pad_token_id=-100)
-            trainer = Seq2SeqTrainer(
-                model=self.model,
-                args=arguments,
-                train_dataset=self.task.data.train.dataset,
-                data_collator=collator,
-                processing_class=tokenizer,
-                callbacks=[MeterCallback(meter, collator.lengths)],
-            )
-            trainer.remove_callback(PrinterCallback)
-            trainer.train()
+            self.make_trainer(folder, meter, seed).train()
+
+    def make_trainer(self, folder: str, meter: Meter, seed: int) -> Seq2SeqTrainer:
+        """The Trainer; it stops when the meter has enough.
+
+        Args:
+            folder: The Trainer's folder, where nothing is written.
+            meter: Is told of every step.
+            seed: Decides the order of the text.
+        """
+        arguments = Seq2SeqTrainingArguments(
+            folder,
+            per_device_train_batch_size=SENTENCES_PER_BATCH,
+            label_smoothing_factor=LABEL_SMOOTHING,
+            bf16=self.precision == "bf16",
+            use_cpu=self.task.device.type == "cpu",
+            seed=seed,
+            max_steps=10**6,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        tokenizer = self.task.data.tokenizer
+        collator = RecordingCollator(tokenizer, model=self.model, label_pad_token_id=-100)
+        trainer = Seq2SeqTrainer(
+            model=self.model,
+            args=arguments,
+            train_dataset=self.task.data.train.dataset,
+            data_collator=collator,
+            processing_class=tokenizer,
+            callbacks=[MeterCallback(meter, collator.lengths)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
 
 class RecordingCollator(DataCollatorForSeq2Seq):
