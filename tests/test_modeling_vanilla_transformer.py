@@ -547,6 +547,29 @@ def test_dropout_acts_in_training_only():
         assert not torch.equal(model(**batch).logits, model(**batch).logits)
 
 
+@pytest.mark.parametrize("architecture", ["default", "pre_norm"])
+def test_under_autocast_layers_pass_on_half_precision_and_the_gradient_stays(architecture):
+    model = build(**ARCHITECTURES[architecture]).float()
+    dtypes = []
+    for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
+        layer.register_forward_pre_hook(lambda _, inputs: dtypes.append(inputs[0].dtype))
+    wide = model(**batch_with_labels())
+    wide.loss.backward()
+    expected = gradients(model)
+    dtypes.clear()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = model(**batch_with_labels())
+    narrow.loss.backward()
+    assert set(dtypes) == {torch.bfloat16}
+    # Eight bits of mantissa, over four layers.
+    torch.testing.assert_close(narrow.loss, wide.loss, rtol=2e-2, atol=0.0)
+    for name, gradient in gradients(model).items():
+        assert gradient.dtype == torch.float32
+        alike = nn.functional.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0)
+        assert alike > 0.99 or expected[name].norm() < 1e-6, name
+
+
 def test_logits_to_keep_equals_slicing():
     model = build()
     batch = batch_of(SOURCES, TARGETS)

@@ -231,8 +231,8 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
     def __init__(self, config: VanillaTransformerConfig, *, ffn_dim: int):
         super().__init__()
         self.pre_norm = config.norm_position == "pre"
-        self.dropout = config.dropout
-        self.activation_dropout = config.activation_dropout
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation_dropout = nn.Dropout(config.activation_dropout)
         self.activation_fn = ACT2FN[config.activation_function]
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
@@ -241,16 +241,14 @@ class VanillaTransformerLayer(GradientCheckpointingLayer):
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Position-wise feed-forward network, max(0, x W_1 + b_1) W_2 + b_2 (§3.3, Eq. 2), on [B, T, D]."""
-        hidden_states = self.activation_fn(self.fc1(hidden_states))
-        hidden_states = nn.functional.dropout(hidden_states, p=self.activation_dropout, training=self.training)
-        return self.fc2(hidden_states)
+        return self.fc2(self.activation_dropout(self.activation_fn(self.fc1(hidden_states))))
 
     def sublayer(
         self, hidden_states: torch.Tensor, norm: nn.LayerNorm, function: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))) (§3.1, §5.4), or the pre-norm order by configuration."""
         output = function(norm(hidden_states) if self.pre_norm else hidden_states)
-        output = hidden_states + nn.functional.dropout(output, p=self.dropout, training=self.training)
+        output = hidden_states + self.dropout(output)
         return output if self.pre_norm else norm(output)
 
 
@@ -434,6 +432,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
             self.embed_positions = VanillaTransformerLearnedPositions(config)
         else:
             self.embed_positions = VanillaTransformerSinusoidalPositions(config)
+        self.dropout = nn.Dropout(config.dropout)
         self.layer_norm = (
             nn.LayerNorm(config.d_model, eps=config.layer_norm_eps) if config.norm_position == "pre" else None
         )
@@ -476,8 +475,11 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + num_past_positions
             position_ids = position_ids.unsqueeze(0)
         hidden_states = inputs_embeds + self.embed_positions(position_ids, inputs_embeds.dtype)
-        hidden_states = nn.functional.dropout(hidden_states, p=self.config.dropout, training=self.training)
-        return hidden_states, inputs_embeds, position_ids
+        device_type = hidden_states.device.type
+        if torch.is_autocast_enabled(device_type):
+            # Sums of the residual connections in the dtype of what is added to them need no conversions.
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
+        return self.dropout(hidden_states), inputs_embeds, position_ids
 
 
 class VanillaTransformerEncoder(VanillaTransformerStack):

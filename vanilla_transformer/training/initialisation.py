@@ -6,6 +6,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 from .configuration import TrainingOptions
+from .dropout import use_sixteen_bit_dropout
 from .preparation import model_configuration
 
 
@@ -32,6 +33,8 @@ def make_model(
     if attention == "auto":
         attention = "eager" if device.type == "cpu" else "sdpa"
     model.set_attn_implementation(attention)
+    if device.type == "cpu":
+        use_sixteen_bit_dropout(model)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
     beam_search = {"num_beams": options.num_beams}
