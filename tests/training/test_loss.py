@@ -1,12 +1,15 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.data.collation import collate
+from vanilla_transformer.training import loss as loss_module
 from vanilla_transformer.training.loss import SmoothedTranslationLoss, smoothed_cross_entropy
 
 
@@ -125,14 +128,44 @@ def test_the_sum_over_parts_is_the_whole():
         assert_close(gradient, whole_gradient, 1e-12)
 
 
-def test_large_logits_neither_overflow_nor_vanish():
-    hidden_states, weight, bias, labels = random_problem(dtype=torch.float32)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)]
+)
+def test_large_logits_neither_overflow_nor_vanish(bias, dtype, tolerance):
+    """Most labels' probabilities are too small for their type here."""
+    hidden_states, weight, offset, labels = random_problem(bias=bias, dtype=dtype)
     scaled = (hidden_states.detach() * 1e3).requires_grad_()
-    loss, _ = smoothed_cross_entropy(scaled, weight, bias, labels, 0.1)
+    loss, nll = smoothed_cross_entropy(scaled, weight, offset, labels, 0.1)
     (gradient,) = torch.autograd.grad(loss, scaled)
-    expected, _ = plain(scaled.double(), weight.double(), bias, labels, 0.1)
-    assert_close(loss.double(), expected, 1e-5)
+    offset = offset if offset is None else offset.double()
+    expected = plain(scaled.double(), weight.double(), offset, labels, 0.1)
+    for value, wanted in zip((loss, nll), expected, strict=True):
+        assert_close(value.double(), wanted, tolerance)
     assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_no_tokens_have_no_loss(label_smoothing):
+    hidden_states, weight, bias, labels = random_problem(0, bias=True)
+    loss, nll = smoothed_cross_entropy(hidden_states, weight, bias, labels, label_smoothing)
+    loss.backward()
+    assert loss.item() == nll.item() == 0.0
+    assert hidden_states.grad.shape == (0, 6)
+    assert not weight.grad.any()
+
+
+def test_small_gradients_survive_float16():
+    """The gradient in float32 is that of float64 though the factor that scales it would be lost in float16."""
+    problem = random_problem(64, 32, 101, dtype=torch.float32)
+    hidden_states, weight, bias, labels = problem
+    wanted = torch.autograd.grad(plain(hidden_states.double(), weight.double(), bias, labels, 0.1)[0], problem[:2])
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss, _ = smoothed_cross_entropy(*problem, 0.1)
+    factor = 1e-9
+    for gradient, expected in zip(torch.autograd.grad(loss * factor, problem[:2]), wanted, strict=True):
+        assert gradient.dtype == torch.float32
+        assert_close(gradient.double(), factor * expected.double(), 2.0**-9)
 
 
 # bfloat16 keeps 8 bits, so that a rounding is off by at most this share.
@@ -191,20 +224,60 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens_per_slice", [None, 16])
-def test_no_more_than_a_slice_of_the_logits_exists_at_a_time(tokens_per_slice):
+def test_no_more_than_a_slice_of_the_logits_exists_at_a_time(tokens_per_slice, monkeypatch):
     num_tokens, width, vocab_size = 3000, 8, 500
+    monkeypatch.setattr(loss_module, "LOGITS_PER_SLICE", 100 * vocab_size)
     problem = random_problem(num_tokens, width, vocab_size, dtype=torch.float32)
     with LargestTensor() as largest:
         loss, _ = smoothed_cross_entropy(*problem, 0.1, tokens_per_slice=tokens_per_slice)
         loss.backward()
-    # By default a slice is as many tokens as the model is wide, but at least 128.
-    slice_size = (tokens_per_slice or 128) * vocab_size
-    assert largest.num_elements <= max(slice_size, num_tokens * width, vocab_size * width)
+    assert largest.num_elements <= max((tokens_per_slice or 100) * vocab_size, num_tokens * width)
     assert largest.num_elements < num_tokens * vocab_size / 20
     # The measurement sees logits where they exist.
     with LargestTensor() as largest:
         plain(*problem, 0.1)[0].backward()
     assert largest.num_elements == num_tokens * vocab_size
+
+
+class PeakMemory(TorchDispatchMode):
+    """Adds up the bytes of the tensors that operations return, as long as they live, and keeps the largest sum.
+
+    With fake tensors nothing is computed; whatever decides about values is answered with "no".
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.aten._local_scalar_dense.default:
+            return False
+        result = operation(*args, **(kwargs or {}))
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.num_bytes = max(self.num_bytes, sum(size for _, size in self.storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_memory_is_at_most_a_quarter_of_that_of_full_logits(bfloat16):
+    num_tokens, width, vocab_size = 8192, 512, 32_000
+    with FakeTensorMode():
+        hidden_states = torch.empty(num_tokens, width).requires_grad_()
+        weight = torch.empty(vocab_size, width).requires_grad_()
+        labels = torch.zeros(num_tokens, dtype=torch.int64)
+        with PeakMemory() as ours, torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+            smoothed_cross_entropy(hidden_states, weight, None, labels, 0.1)[0].backward()
+        hidden_states.grad = weight.grad = None
+        with PeakMemory() as whole:
+            F.cross_entropy(F.linear(hidden_states, weight), labels, label_smoothing=0.1, reduction="sum").backward()
+    assert whole.num_bytes >= 2 * 4 * num_tokens * vocab_size
+    # Both count the weights' gradient.
+    assert 4 * vocab_size * width <= ours.num_bytes <= whole.num_bytes / 4
 
 
 # The loss of a model

@@ -7,6 +7,10 @@ from torch.autograd.function import once_differentiable
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 
+# Bounds the memory: 64 MiB of logits in bfloat16, 128 in float32.
+LOGITS_PER_SLICE = 2**25
+
+
 class SmoothedTranslationLoss(nn.Module):
     """A translation model together with its training loss, as one module for DistributedDataParallel to wrap.
 
@@ -67,16 +71,17 @@ def smoothed_cross_entropy(
     """Project to the vocabulary and sum the smoothed cross-entropy, a slice of the tokens at a time.
 
     The gradient is computed with the loss, slice by slice, so that neither pass holds more than one slice of logits.
+    Products are computed in autocast's type where it is on; sums and gradients are float32 or wider.
 
     Args:
         hidden_states: Decoder output of N target tokens [N, D].
         weight: Output projection [W, D].
         bias: Added to the logits [1, W], without gradient; or `None`.
         labels: Target ids [N], none of them padding.
-        label_smoothing: Epsilon, in [0, 1).
-        tokens_per_slice: For how many tokens logits exist at a time. `None` means max(128, D): adding a slice's share
-            to the gradient of the projection costs as much as a product of D tokens, and logits that leave the caches
-            cost more.
+        label_smoothing: Epsilon, in [0, 1), spread over all W entries.
+        tokens_per_slice: For how many tokens logits exist at a time. `None` means as many as have 2 ** 25 logits, a
+            thousand at a vocabulary of 32,000: adding a slice's share to the gradient of the projection costs as much
+            as passing over the logits of D tokens.
 
     Returns:
         The summed smoothed loss, and without gradient the summed negative log-likelihood; scalars in float32 or wider.
@@ -84,69 +89,82 @@ def smoothed_cross_entropy(
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    else:
+        dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
     if tokens_per_slice is None:
-        tokens_per_slice = max(128, hidden_states.shape[-1])
-    return _SlicedCrossEntropy.apply(hidden_states, weight, bias, labels, label_smoothing, tokens_per_slice)
+        tokens_per_slice = max(1, LOGITS_PER_SLICE // weight.shape[0])
+    return _SlicedCrossEntropy.apply(hidden_states, weight, bias, labels, label_smoothing, tokens_per_slice, dtype)
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
     """Loss and gradients with as few passes over the logits as can be.
 
-    With e = exp(logits - max) and z = sum(e), the gradient of the logits is
-    e / z - (1 - epsilon) onehot - epsilon / V. Only e has the size of the logits: 1 / z scales rows of D numbers, and
-    the other two terms, as well as the mean logit, are products with the sums of weights and hidden states.
+    The gradient of the logits is softmax(logits) - (1 - epsilon) onehot - epsilon / W. Only the first term has the
+    size of the logits, and takes their place; the other two, as well as the mean logit, are products with the sums of
+    weights and hidden states. A token's normaliser is its label's logit less the logarithm of its probability.
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels, label_smoothing, tokens_per_slice):
+    def forward(ctx, hidden_states, weight, bias, labels, label_smoothing, tokens_per_slice, dtype):
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        grad_hidden = torch.empty_like(hidden_states) if needs_gradient else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_gradient else None
+        num_tokens, num_entries = len(labels), weight.shape[0]
+        factors, projection = hidden_states.to(dtype), weight.to(dtype)
+        mean_weight = weight.mean(dim=0, dtype=wide)
+        # One buffer for all slices: memory fresh from the system costs more time than a pass over it.
+        buffer = factors.new_empty(min(tokens_per_slice, num_tokens), num_entries)
         nll = hidden_states.new_zeros((), dtype=wide)
         sum_of_normalisers = hidden_states.new_zeros((), dtype=wide)
-        mean_weight = weight.mean(dim=0, dtype=wide)
+        if needs_gradient:
+            grad_hidden = torch.empty_like(hidden_states, dtype=wide)
+            # Transposed, because the product of two row-major matrices is the faster one.
+            grad_weight = weight.new_zeros(weight.shape[::-1], dtype=wide)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            for start in range(0, len(labels), tokens_per_slice):
-                hidden = hidden_states[start : start + tokens_per_slice]
-                label = labels[start : start + tokens_per_slice]
-                logits = hidden @ weight.T
+            for start in range(0, num_tokens, tokens_per_slice):
+                part = slice(start, start + tokens_per_slice)
+                hidden, label = factors[part], labels[part, None]
+                logits = torch.mm(hidden, projection.T, out=buffer[: len(hidden)])
                 if bias is not None:
                     logits += bias
-                largest = logits.amax(dim=-1, keepdim=True).to(wide)
-                label_logits = logits.gather(-1, label[:, None]).to(wide)
-                # A difference with `largest` is wide: the logits need no conversion of their own.
-                exponentials = logits.sub_(largest) if logits.dtype == wide else logits - largest
-                total = exponentials.exp_().sum(dim=-1, keepdim=True)
-                normalisers = largest + total.log()
+                label_logits = logits.gather(-1, label).to(wide)
+                probabilities = torch.softmax(logits, dim=-1, out=logits)
+                of_labels = probabilities.gather(-1, label).to(wide)
+                normalisers = label_logits - of_labels.log()
+                # A probability too small for its type has no logarithm worth the name.
+                vanished = of_labels[:, 0] < torch.finfo(dtype).tiny
+                if vanished.any():
+                    again = (hidden[vanished] @ projection.T).to(wide)
+                    if bias is not None:
+                        again += bias
+                    normalisers[vanished] = again.logsumexp(dim=-1, keepdim=True)
                 nll += (normalisers - label_logits).sum()
                 sum_of_normalisers += normalisers.sum()
                 if needs_gradient:
-                    exponentials = exponentials.to(hidden.dtype)
-                    of_label = (1.0 - label_smoothing) * weight[label].to(wide)
-                    grad = (exponentials @ weight).to(wide) / total - of_label - label_smoothing * mean_weight
-                    grad_hidden[start : start + tokens_per_slice] = grad
-                    scaled = (hidden / total).to(hidden.dtype)
-                    if scaled.dtype == wide:
-                        grad_weight.addmm_(exponentials.T, scaled)
+                    wanted = (1.0 - label_smoothing) * weight[labels[part]] + label_smoothing * mean_weight
+                    grad_hidden[part] = probabilities @ projection - wanted
+                    if dtype == wide:
+                        grad_weight.addmm_(hidden.T, probabilities)
                     else:
-                        grad_weight += exponentials.T @ scaled
+                        grad_weight += hidden.T.contiguous() @ probabilities
             sum_of_hidden = hidden_states.sum(dim=0, dtype=wide)
             # The cross-entropy with the uniform distribution: the normalisers less the mean logits.
             uniform = sum_of_normalisers - sum_of_hidden @ mean_weight
             if bias is not None:
-                uniform -= len(labels) * bias.to(wide).mean()
+                uniform -= num_tokens * bias.to(wide).mean()
             loss = (1.0 - label_smoothing) * nll + label_smoothing * uniform
         if needs_gradient:
-            grad_weight.index_add_(0, labels, hidden_states.to(wide), alpha=label_smoothing - 1.0)
-            grad_weight -= label_smoothing / weight.shape[0] * sum_of_hidden
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            ctx.save_for_backward(hidden_states, labels, sum_of_hidden, grad_hidden, grad_weight)
+        ctx.label_smoothing, ctx.weight_dtype = label_smoothing, weight.dtype
         ctx.mark_non_differentiable(nll)
         return loss, nll
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None, None, None
+        hidden_states, labels, sum_of_hidden, grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden = (grad_hidden * grad_loss).to(hidden_states.dtype)
+        grad_weight = grad_weight.T.contiguous()
+        grad_weight.index_add_(0, labels, hidden_states.to(grad_weight.dtype), alpha=ctx.label_smoothing - 1.0)
+        grad_weight -= ctx.label_smoothing / len(grad_weight) * sum_of_hidden
+        grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
