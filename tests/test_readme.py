@@ -96,7 +96,8 @@ def test_launched_scripts_exist():
         for word in words:
             if word.startswith("scripts/"):
                 assert (ROOT / word).is_file()
-                assert word in LAUNCHED
+                # tests/scripts parses the benchmarks' commands.
+                assert word in LAUNCHED or word.startswith("scripts/benchmarks/")
 
 
 def test_the_python_blocks_compile_and_import_what_exists():

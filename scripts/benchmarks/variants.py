@@ -1,13 +1,16 @@
 """What the training benchmark compares: this engine, and what people train the same model with otherwise."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
 from measuring import Meter
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -55,8 +58,21 @@ class Task:
         return model_configuration(self.options, self.data.tokenizer)
 
 
+@contextmanager
+def own_accelerate():
+    """Let a variant set up Accelerate as it likes, which keeps a process's first set-up, partly in the environment."""
+    environment = dict(os.environ)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
 class Variant:
-    """One way to train.
+    """One way to train. It is built and used within `own_accelerate`.
 
     Args:
         task: What to train.

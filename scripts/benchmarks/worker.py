@@ -3,15 +3,15 @@
 import gc
 import multiprocessing
 import os
+import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState
 from measuring import Meter, count_parameters, current_memory, peak_memory, product_rate
 from transformers.utils import logging
-from variants import LABEL_SMOOTHING, VARIANTS, Task
+from variants import LABEL_SMOOTHING, VARIANTS, Task, own_accelerate
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import TrainingOptions
@@ -112,30 +112,24 @@ class Bench:
             What was measured, for the JSON record.
         """
         gc.collect()
-        environment = dict(os.environ)
-        before = current_memory(self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        try:
-            # Trainer and engine set up Accelerate differently, and it keeps the first set-up of a process.
-            AcceleratorState._reset_state(reset_partial_state=True)
-            torch.manual_seed(seed)
+        before = current_memory(self.device)
+        torch.manual_seed(seed)
+        with own_accelerate():
             variant = VARIANTS[name](self.task)
             meter = Meter(self.device, warmup=warmup, seconds=seconds, updates=updates)
-            rate = product_rate(self.device, _DTYPES[variant.precision])
             variant.train(meter, seed)
-        finally:
-            os.environ.clear()
-            os.environ.update(environment)
+        peak = peak_memory(self.device)
         return {
             "variant": name,
             "precision": variant.precision,
             "parameters": count_parameters(variant.model),
             **meter.counts(self.task.config),
-            "product_rate": rate,
             "memory_before": before,
-            "peak_memory": peak_memory(self.device),
+            "peak_memory": peak,
+            "product_rate": product_rate(self.device, _DTYPES[variant.precision]),
         }
 
 
@@ -185,6 +179,7 @@ class Worker:
 
 
 def _serve(connection, setting: Setting, shared: bool) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if setting.threads is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: setting.threads])
     try:
@@ -199,3 +194,9 @@ def _serve(connection, setting: Setting, shared: bool) -> None:
         connection.send(("mistake", str(error)))
     except Exception:
         connection.send(("defect", traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """Leave no process behind that measures for nobody."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -1,4 +1,6 @@
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,12 @@ try:
     import variants
 finally:
     sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(autouse=True)
+def own_accelerate():
+    with variants.own_accelerate():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +134,19 @@ def test_an_epoch_is_the_same_text_for_every_variant(make_task, name):
     assert all((old != new).any() for old, new in zip(before, after, strict=True))
 
 
+def test_rounds_have_different_text_and_loops_the_same(make_task):
+    task = make_task()
+
+    def lengths(name: str, seed: int) -> list[list[int]]:
+        meter = measuring.Meter(task.device, warmup=1, seconds=0.0, updates=1)
+        variants.VARIANTS[name](task).train(meter, seed)
+        return [side.tolist() for batch in meter.batches for side in batch]
+
+    assert lengths("trainer-fp32", 1) == lengths("trainer-fp32", 1) != lengths("trainer-fp32", 2)
+    assert lengths("engine-fp32", 1) == lengths("marian-fp32", 1) == lengths("torch-fp32", 1)
+    assert lengths("engine-fp32", 1) != lengths("engine-fp32", 2)
+
+
 def test_models_differ_in_biases_alone(make_task):
     task = make_task()
     counts = [measuring.count_parameters(variants.VARIANTS[f"{name}-fp32"](task).model) for name in VARIANT_KINDS]
@@ -155,7 +176,7 @@ def test_command_line(tmp_path):
         [
             sys.executable, BENCHMARKS / "training.py", "--sizes", "tiny", "--vocabularies", "300", "--threads", "1",
             "--rounds", "2", "--seconds", "0", "--updates", "1", "--warmup", "1", "--tokens_per_batch", "512",
-            "--variants", *names, "--train_files", *TEXT, "--output", output,
+            "--variants", *names, "--train_files", *TEXT, "--no-memory", "--output", output,
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -171,8 +192,22 @@ def test_command_line(tmp_path):
     for name in names:
         assert 0.0 < record["summary"][name]["fill_rate"] < 1.0
         assert name in result.stdout
-    if sys.platform == "linux":
-        assert all(record["summary"][name]["peak_memory"] > 100e6 for name in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_seen_to_come_and_its_peak_to_stay():
+    cpu = torch.device("cpu")
+    before = measuring.current_memory(cpu)
+    block = np.ones(2**27, dtype=np.uint8)
+    assert before + 2**26 < measuring.current_memory(cpu) <= measuring.peak_memory(cpu)
+    del block
+    assert measuring.peak_memory(cpu) >= before + 2**26
+
+
+def test_the_readme_shows_a_command_that_parses():
+    readme = (BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8")
+    [command] = re.findall(r"^python scripts/benchmarks/training\.py (.*)$", readme, flags=re.MULTILINE)
+    assert training.parse(shlex.split(command)).sizes == ["tiny", "base"]
 
 
 @pytest.mark.parametrize(
