@@ -145,8 +145,11 @@ def test_a_flag_like_no_other_is_refused_with_where_to_look():
 
 
 def test_an_option_without_a_default_is_required():
-    with pytest.raises(UserError, match="--model"):
+    with pytest.raises(UserError, match=r"^--model must be given; see program --help\.$"):
         parse(Strict, [], prog="program", summary="")
+    # A misspelt one is what the user gave, and is named.
+    with pytest.raises(UserError, match=r"^--modle is not an option of `program`; did you mean --model\?$"):
+        parse(Strict, ["--modle", "m"], prog="program", summary="")
     assert parse(Strict, ["--model", "m"], prog="program", summary="") == Strict(model="m")
 
 

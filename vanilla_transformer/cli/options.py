@@ -54,6 +54,10 @@ def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: st
     if unknown:
         flags = [action for group in parser._actions for action in group.option_strings]
         raise UserError(_unknown(unknown[0].split("=")[0], flags, f"an option of `{prog}`"))
+    # argparse would ask for these before it names a misspelt one.
+    missing = [f"--{item.name}" for item in fields(options) if _is_required(item) and not hasattr(known, item.name)]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} must be given; see {prog} --help.")
     values = vars(known)
     recipe = values.pop("config", None)
     if recipe is not None:
@@ -143,12 +147,15 @@ def _add_argument(parser: argparse.ArgumentParser, item: Field, hint: Any) -> No
         parser.add_argument(item.name, metavar=item.name.upper(), **common)
         return
     metavar = {} if "choices" in common else {"metavar": getattr(common["type"], "__name__", "value").upper()}
-    required = item.default is MISSING and item.default_factory is MISSING
-    parser.add_argument(f"--{item.name}", required=required, **metavar, **common)
+    parser.add_argument(f"--{item.name}", **metavar, **common)
+
+
+def _is_required(item: Field) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
 
 
 def _describe(item: Field, optional: bool) -> str:
-    text = item.metadata["help"]
+    text = item.metadata["help"] + (" Required." if _is_required(item) else "")
     shown = (
         item.default is not MISSING and item.default not in (None, ()) and item.default is not False and not optional
     )
