@@ -28,6 +28,8 @@ def run(options: TokenizerOptions) -> int:
     for path in options.files:
         if not path.is_file():
             raise UserError(f"{path} does not exist or is a folder; give text files.")
+        if path.stat().st_size == 0:
+            raise UserError(f"{path} is empty; give text files of at least one sentence.")
     if (options.output_dir / "model.safetensors").exists():
         raise UserError(f"{options.output_dir} holds a model with its own vocabulary; name another --output_dir.")
     check_writable(options.output_dir)
@@ -52,7 +54,7 @@ def _lines(files: tuple[Path, ...]) -> Iterator[str]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    yield line.decode("utf-8").rstrip("\r\n")
+                    yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as error:
                     raise UserError(
                         f"{path}, line {number:,}, byte {error.start + 1}: the text is not UTF-8; convert the file."
