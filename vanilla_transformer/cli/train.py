@@ -44,9 +44,6 @@ def _sample_bleu(options: TrainingOptions):
     text = ParallelText(tuple(Path(path) for path in options.valid_files), options.tsv_columns)
     pairs = [(source, target) for _, source, target in text.pairs(Rejections("drop"))]
     if not pairs:
-        # The engine says what is wrong with the text.
-        return None
-    if not pairs:
         # The engine names what is wrong with the text.
         return None
     step = max(1, len(pairs) // options.valid_bleu_sentences)
