@@ -1,4 +1,5 @@
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import vanilla_transformer
-from vanilla_transformer.cli import VERBS
+from vanilla_transformer.cli import VERBS, main
 
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "vanilla-transformer"
@@ -118,6 +119,41 @@ def test_a_reader_that_leaves_is_no_error():
         )
         assert (result.returncode, result.stderr) == (141, "")
     os.close(writing)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.parametrize("arguments", ["--version", "--help", "train --help"])
+def test_standard_output_that_is_closed(arguments):
+    result = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$0" "$1" {arguments} >&-', sys.executable, SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr == "vanilla-transformer: Standard output is closed; leave it open, or send it to a file.\n"
+
+
+def test_text_is_utf8_whatever_the_locale(tmp_path):
+    # What Python would do for an old locale, which systems rarely have installed.
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "score", "--translations", "Größe.de", "--references", "Größe.de"],
+        capture_output=True,
+        env=environment,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 1
+    assert "Größe.de cannot be read" in result.stderr.decode("utf-8")
+
+
+def test_what_is_printed_is_utf8_and_may_name_files_that_are_not(run_folder, tmp_path, monkeypatch):
+    name = os.fsencode(tmp_path / "Größe") + b"-\xdf"
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main(["average", str(run_folder), "--last", "2", "--output_dir", os.fsdecode(name)]) == 0
+    assert output.getvalue().startswith(name + b": mean of ")
 
 
 # The package

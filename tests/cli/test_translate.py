@@ -55,7 +55,18 @@ def test_an_input_that_cannot_be_read(refused, run_folder, tmp_path, write):
         assert reason in line
 
 
+def test_standard_input_that_is_closed(refused, run_folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed; give texts, or --input FILE." in refused("translate", "--model", run_folder)
+
+
 # Output
+
+
+def test_an_output_that_is_the_input(refused, run_folder, tmp_path, write):
+    source = write(tmp_path / "source", "Hello.")
+    assert "was given twice" in refused("translate", "--model", run_folder, "--input", source, "--output", source)
+    assert source.read_text() == "Hello.\n"
 
 
 def test_an_output_is_replaced_when_the_new_one_is_whole(call, refused, run_folder, tmp_path, monkeypatch, write):

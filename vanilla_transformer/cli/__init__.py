@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = PROGRAM
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
+        _prepare_output()
         if not arguments or arguments[0] in ("-h", "--help"):
             print(_overview(), flush=True)
             return 0 if arguments else 2
@@ -71,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _UsageError(UserError):
     """A mistake in the command itself."""
+
+
+def _prepare_output() -> None:
+    if sys.stdout is None:
+        raise UserError("Standard output is closed; leave it open, or send it to a file.")
+    # Text is UTF-8 on its way in and out, whatever the locale; names of files may be bytes that are not.
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+    sys.stderr.reconfigure(encoding="utf-8")
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:

@@ -33,8 +33,10 @@ def run(options: TranslateOptions) -> int:
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"The text {text!a} is not UTF-8; convert it.")
     if options.output is not None:
-        check_output_file(options.output)
+        check_output_file(options.output, [options.input] if options.input is not None else [])
     lines = read_lines(options.input) if options.input is not None else list(options.texts)
+    if not lines and sys.stdin is None:
+        raise UserError("No text was given, and standard input is closed; give texts, or --input FILE.")
     translator = load_translator(options)
     if lines:
         _write(translator.translate(lines, show_progress=options.input is not None), options.output)
