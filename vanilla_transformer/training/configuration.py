@@ -50,6 +50,11 @@ class TrainingOptions:
     vocab_size: int = option(37000, "Entries of the vocabulary that is trained, shared by both languages.")
     min_frequency: int = option(2, "How often two tokens must be neighbours to be merged.")
 
+    init_from: str | None = option(
+        None,
+        "Start from the weights of this model, a folder or a name on the Hub; architecture and, without --tokenizer, "
+        "vocabulary are then the model's.",
+    )
     preset: str = option("base", "Dimensions of the model: " + ", ".join(SIZES) + ".")
     provenance: str = option(
         "paper", "Whose choices to follow where systems differ: paper, " + ", ".join(PROVENANCE) + "."

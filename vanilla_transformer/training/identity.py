@@ -37,6 +37,9 @@ def differences(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]])
     Returns:
         One phrase for each difference.
     """
+    # An option that is newer than the checkpoint had its default then.
+    defaults = TrainingOptions().as_dict()
+    then = {**then, "options": {**{name: defaults.get(name) for name in now["options"]}, **then["options"]}}
     return [
         f"{name} ({then[group].get(name)!r} then, {values.get(name)!r} now)"
         for group, values in now.items()

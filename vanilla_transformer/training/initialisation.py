@@ -7,13 +7,14 @@ from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerF
 
 from .configuration import TrainingOptions
 from .dropout import use_sixteen_bit_dropout
-from .preparation import model_configuration
+from .preparation import check_positions, model_configuration
+from .warm_start import load_model, starting_configuration, starting_folder
 
 
 def make_model(
     options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> VanillaTransformerForConditionalGeneration:
-    """Build the model that the options describe, with initial weights that depend on the seed alone.
+    """Build the model that the options describe, with initial weights that depend on the seed, or on `init_from`.
 
     Args:
         options: Training options.
@@ -24,11 +25,17 @@ def make_model(
         The model, on the CPU.
 
     Raises:
-        UserError: The hyper-parameters do not fit together.
+        UserError: The hyper-parameters do not fit together, or the model of `init_from` cannot be used.
     """
-    config = model_configuration(options, tokenizer)
-    torch.manual_seed(options.seed)
-    model = VanillaTransformerForConditionalGeneration(config)
+    start = starting_folder(options)
+    if start is None:
+        config = model_configuration(options, tokenizer)
+        torch.manual_seed(options.seed)
+        model = VanillaTransformerForConditionalGeneration(config)
+    else:
+        config = starting_configuration(options, start)
+        check_positions(config, options)
+        model = load_model(start, config)
     attention = options.attention
     if attention == "auto":
         attention = "eager" if device.type == "cpu" else "sdpa"

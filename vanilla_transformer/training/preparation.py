@@ -15,6 +15,7 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
 from .configuration import TrainingOptions, check_texts
+from .warm_start import check_vocabulary, starting_configuration, starting_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,13 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
         UserError: The text or the vocabulary's size is not usable.
     """
     train_text, valid_text = check_texts(options)
-    tokenizer = (
-        load_tokenizer(options.tokenizer)
-        if options.tokenizer is not None
-        else _train_vocabulary(train_text, options, cache_dir)
-    )
+    start = starting_folder(options)
+    if options.tokenizer is not None or start is not None:
+        tokenizer = load_tokenizer(options.tokenizer or start)
+    else:
+        tokenizer = _train_vocabulary(train_text, options, cache_dir)
+    if start is not None:
+        check_vocabulary(starting_configuration(options, start), tokenizer, start)
     train, valid = (
         None
         if text is None
@@ -110,17 +113,29 @@ def model_configuration(options: TrainingOptions, tokenizer: PreTrainedTokenizer
         "decoder_start_token_id": tokenizer.bos_token_id,
         **options.model_settings(),
     }
-    if settings.get("position_embedding_type") == "learned":
-        positions = settings.get("max_position_embeddings", VanillaTransformerConfig.max_position_embeddings)
-        if positions < options.max_length:
-            raise UserError(
-                f"--max_position_embeddings is {positions}, but sentences may have --max_length {options.max_length} "
-                "tokens; raise the one or lower the other."
-            )
     try:
-        return VanillaTransformerConfig(vocab_size=len(tokenizer), **settings)
+        config = VanillaTransformerConfig(vocab_size=len(tokenizer), **settings)
     except StrictDataclassError as error:
         raise UserError(str(error.__cause__ or error)) from error
+    check_positions(config, options)
+    return config
+
+
+def check_positions(config: VanillaTransformerConfig, options: TrainingOptions) -> None:
+    """Refuse learned positions that are fewer than a sentence may have tokens.
+
+    Args:
+        config: Configuration of the model.
+        options: Training options.
+
+    Raises:
+        UserError: As said.
+    """
+    if config.position_embedding_type == "learned" and config.max_position_embeddings < options.max_length:
+        raise UserError(
+            f"--max_position_embeddings is {config.max_position_embeddings}, but sentences may have --max_length "
+            f"{options.max_length} tokens; raise the one or lower the other."
+        )
 
 
 def _train_vocabulary(text: ParallelText, options: TrainingOptions, cache_dir: Path) -> VanillaTransformerTokenizer:

@@ -1,0 +1,153 @@
+"""Runs that start from the weights of another model."""
+
+import copy
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+from .checkpoints import newest_sound
+from .configuration import TrainingOptions
+
+
+# Hyper-parameters that are not part of the weights' meaning: a new run may choose them anew.
+_FREE = ("dropout", "attention_dropout", "activation_dropout")
+
+
+def starting_folder(options: TrainingOptions) -> Path | None:
+    """The folder of the model that a run starts from.
+
+    Args:
+        options: Training options.
+
+    Returns:
+        `None` without `init_from`; its folder, fetched if it is a name on the Hub; and when the run is resumed the
+        newest sound checkpoint, so that the other model need not be there any longer.
+
+    Raises:
+        UserError: There is no such model.
+    """
+    if options.init_from is None:
+        return None
+    if options.resume:
+        return newest_sound(options.output_dir / "checkpoints", lambda text: None)
+    folder = Path(options.init_from)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(options.init_from, allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--init_from {options.init_from} is neither a folder nor a model on the Hub that can be reached "
+                f"({' '.join(str(error).split())}); correct it."
+            ) from error
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"--init_from {folder} holds no config.json; give a folder that train or save_pretrained wrote."
+        )
+    return folder
+
+
+def starting_configuration(options: TrainingOptions, folder: Path) -> VanillaTransformerConfig:
+    """The configuration of the model that a run starts from, with the dropout that the options choose.
+
+    Args:
+        options: Training options.
+        folder: Folder of the model.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UserError: The model is of another kind, or the options describe another architecture.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--init_from {folder}: its config.json cannot be read ({error}); use another model."
+        ) from error
+    if not isinstance(config, VanillaTransformerConfig):
+        raise UserError(
+            f"--init_from {folder} is a model of type {config.model_type}; it must be a "
+            f"{VanillaTransformerConfig.model_type}."
+        )
+    wanted = options.model_settings()
+    different = [
+        f"{name} ({getattr(config, name)!r} there, {value!r} in the options)"
+        for name, value in wanted.items()
+        if name not in _FREE and getattr(config, name) != value
+    ]
+    if different:
+        raise UserError(
+            f"The model of --init_from {folder} and the options differ in {', '.join(different)}; leave these options "
+            "out, for the architecture comes from the model."
+        )
+    config = copy.deepcopy(config)
+    for name in _FREE:
+        if name in wanted:
+            setattr(config, name, wanted[name])
+    return config
+
+
+def check_vocabulary(config: VanillaTransformerConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a vocabulary that the model's embeddings do not fit.
+
+    Args:
+        config: Configuration of the model.
+        tokenizer: The vocabulary.
+        folder: Folder of the model.
+
+    Raises:
+        UserError: Sizes or special tokens differ.
+    """
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    different = [
+        f"{name} ({there!r} there, {here!r} in the vocabulary)"
+        for name, there, here in (
+            ("vocab_size", config.vocab_size, len(tokenizer)),
+            *((name, getattr(config, name), getattr(tokenizer, name)) for name in names),
+        )
+        if there != here
+    ]
+    if different:
+        raise UserError(
+            f"The model of --init_from {folder} and the vocabulary differ in {', '.join(different)}; leave "
+            "--tokenizer out to use the model's own, or give one that fits."
+        )
+
+
+def load_model(folder: Path, config: VanillaTransformerConfig) -> VanillaTransformerForConditionalGeneration:
+    """Load a translation model with all of its weights.
+
+    Args:
+        folder: Folder of the model.
+        config: Configuration to build it with.
+
+    Returns:
+        The model, in the default floating-point type.
+
+    Raises:
+        UserError: Weights are missing, damaged or of other shapes.
+    """
+    try:
+        model, report = VanillaTransformerForConditionalGeneration.from_pretrained(
+            folder, config=config, dtype=torch.get_default_dtype(), output_loading_info=True
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"The weights of --init_from {folder} cannot be loaded ({reason}); use another model."
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"The model of --init_from {folder} lacks {len(missing)} of a translation model's tensors, {missing[0]} "
+            "among them; use a whole encoder-decoder model."
+        )
+    return model
