@@ -72,6 +72,7 @@ def make_options(material):
             "validate_every": 3,
             "save_every": 4,
             "keep_last": 3,
+            "keep_best": 0,
             "average_last": 2,
         }
         return TrainingOptions(**{**defaults, **values})
@@ -81,12 +82,12 @@ def make_options(material):
 
 @pytest.fixture(scope="session")
 def uninterrupted(make_options, tmp_path_factory):
-    """Folders of runs that nothing stopped, by precision."""
+    """Folders of runs that nothing stopped, by precision and other options."""
 
     @cache
-    def run(mixed_precision: str) -> Path:
+    def run(mixed_precision: str, **values) -> Path:
         folder = tmp_path_factory.mktemp(f"uninterrupted_{mixed_precision}")
-        assert train_anew(make_options(folder, mixed_precision=mixed_precision)).interrupted_by is None
+        assert train_anew(make_options(folder, mixed_precision=mixed_precision, **values)).is_complete
         return folder
 
     return run

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from vanilla_transformer.training.checkpoints import list_checkpoints
@@ -13,6 +12,7 @@ from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun, train
 from vanilla_transformer.training.journal import read_journal
 from vanilla_transformer.training.preparation import prepare
+from vanilla_transformer.training.process import make_accelerator
 
 
 D_MODEL, WARMUP_STEPS = 16, 5
@@ -28,8 +28,7 @@ def train_anew(options: TrainingOptions, evaluation=None):
 def make_run(options: TrainingOptions) -> TrainingRun:
     AcceleratorState._reset_state(reset_partial_state=True)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    accelerator = Accelerator(cpu=True, mixed_precision=options.mixed_precision)
-    return TrainingRun(options, accelerator, prepare(options, options.cache_dir), None)
+    return TrainingRun(options, make_accelerator(options), prepare(options, options.cache_dir), None)
 
 
 @contextmanager

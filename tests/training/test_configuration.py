@@ -46,7 +46,7 @@ def test_the_defaults_are_the_papers_and_pass():
     defaults.check()
     assert (defaults.adam_beta1, defaults.adam_beta2, defaults.adam_epsilon) == (0.9, 0.98, 1e-9)
     assert (defaults.warmup_steps, defaults.label_smoothing, defaults.max_updates) == (4000, 0.1, 100_000)
-    assert (defaults.vocab_size, defaults.average_last, defaults.max_grad_norm) == (37000, 5, 0.0)
+    assert (defaults.vocab_size, defaults.num_averaged, defaults.max_grad_norm) == (37000, 5, 0.0)
     assert defaults.model_settings() == {}
 
 

@@ -69,6 +69,7 @@ def flags(material):
             "validate_every": 4,
             "valid_bleu_sentences": 0,
             "keep_last": 2,
+            "keep_best": 0,
             "average_last": 2,
             "save_every": 5,
             **values,

@@ -1,21 +1,26 @@
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from runs import MAX_UPDATES, assert_same_run, observed_steps, records_of, stopped_after, train_anew, weights_of
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.training import engine
 from vanilla_transformer.training.checkpoints import list_checkpoints, update_of
+from vanilla_transformer.training.engine import TrainingRun
 
 
 def test_precision_makes_a_difference(uninterrupted):
-    assert weights_of(uninterrupted("no")) != weights_of(uninterrupted("bf16"))
+    assert len({weights_of(uninterrupted(precision)) for precision in ("no", "bf16", "fp16")}) == 3
 
 
 # 1: within the first epoch, between two records; 3, 9: a validation is due; 4: an epoch ends and a checkpoint is due;
 # 5, 7: beside a checkpoint, within the second epoch; 10: within the third; 11: the end.
 @pytest.mark.parametrize(
-    ("mixed_precision", "update"), [*(("no", update) for update in (1, 3, 4, 5, 7, 10, 11)), ("bf16", 6), ("bf16", 9)]
+    ("mixed_precision", "update"),
+    [*(("no", update) for update in (1, 3, 4, 5, 7, 10, 11)), ("bf16", 6), ("fp16", 9)],
 )
 def test_stopping_and_resuming_changes_nothing(uninterrupted, make_options, tmp_path, mixed_precision, update):
     options = make_options(tmp_path, mixed_precision=mixed_precision)
@@ -29,6 +34,98 @@ def test_stopping_and_resuming_changes_nothing(uninterrupted, make_options, tmp_
     assert (result.interrupted_by, result.updates) == (None, MAX_UPDATES)
     assert before + after == list(range(1, MAX_UPDATES + 1))
     assert_same_run(tmp_path, uninterrupted(mixed_precision))
+
+
+# More updates than early stopping allows.
+LONG = 60
+EARLY = {"early_stopping_patience": 2, "validate_every": 3, "keep_best": 2, "max_updates": LONG}
+
+
+@pytest.mark.parametrize(
+    ("values", "updates"),
+    [
+        # 3: a validation is due that only the resumed run does; 2, 5: between two.
+        ({"ema_decay": 0.9, "average_last": None}, (2, 9)),
+        ({**EARLY, "early_stopping_threshold": 0.2}, (3, 5)),
+        ({**EARLY, "early_stopping_threshold": 0.2, "result": "best", "average_last": None}, (6,)),
+        (
+            {
+                **EARLY,
+                "early_stopping_threshold": 0.2,
+                "ema_decay": 0.9,
+                "mixed_precision": "fp16",
+                "average_last": None,
+                "result": "best",
+            },
+            (3, 4, 9),
+        ),
+    ],
+    ids=["moving average", "early stopping", "best", "all"],
+)
+def test_what_a_run_remembers_is_part_of_its_checkpoints(uninterrupted, make_options, tmp_path, values, updates):
+    expected = uninterrupted(**{"mixed_precision": "no", **values})
+    end = records_of(expected)[-1]["update"]
+    if "early_stopping_patience" in values:
+        assert max(updates) < end < LONG
+    options = make_options(tmp_path, **values)
+    numbers = []
+    for update in updates:
+        with stopped_after(update) as steps:
+            assert train_anew(options).interrupted_by == signal.SIGINT
+        numbers += steps
+        options = replace(options, resume=True)
+    with observed_steps() as steps:
+        result = train_anew(options)
+    assert result.is_complete and numbers + steps == list(range(1, result.updates + 1))
+    assert_same_run(tmp_path, expected)
+    # A run that was stopped early stays so, until it is given more patience.
+    with observed_steps() as steps:
+        train_anew(options)
+    assert steps == []
+    assert_same_run(tmp_path, expected)
+
+
+def test_patience_can_be_raised_later(make_options, tmp_path):
+    options = make_options(tmp_path, **{**EARLY, "early_stopping_threshold": 100.0, "early_stopping_patience": 1})
+    assert train_anew(options).updates == 6
+    assert train_anew(replace(options, early_stopping_patience=3, resume=True)).updates == 12
+
+
+def test_a_validation_that_was_written_down_but_not_saved_is_done_again(uninterrupted, make_options, tmp_path):
+    options = make_options(tmp_path)
+    with stopped_after(9):
+        train_anew(options)
+
+    def die(self):
+        raise RuntimeError("killed")
+
+    with mock.patch.object(TrainingRun, "save", die), pytest.raises(RuntimeError, match="killed"):
+        train_anew(replace(options, resume=True))
+    assert records_of(tmp_path)[-1] == {**records_of(tmp_path)[-1], "kind": "valid", "update": 9}
+    train_anew(replace(options, resume=True))
+    assert_same_run(tmp_path, uninterrupted("no"))
+
+
+def test_time_that_runs_out_saves_and_stops(uninterrupted, make_options, tmp_path):
+    now = [0.0]
+    options = make_options(tmp_path, max_time="1h30m")
+    with mock.patch.object(engine, "time", SimpleNamespace(monotonic=lambda: now[0])):
+
+        def pass_time(done):
+            now[0] = {5: 5399.0, 6: 5400.0}.get(done, now[0])
+
+        with observed_steps(pass_time) as steps:
+            result = train_anew(options)
+    assert (result.out_of_time, result.interrupted_by, result.is_complete) == (True, None, False)
+    assert steps == list(range(1, 7)) and not (tmp_path / "model.safetensors").exists()
+    # Another run has as much time again; what is finished when the time is over is finished.
+    now[0] = 0.0
+    with (
+        mock.patch.object(engine, "time", SimpleNamespace(monotonic=lambda: now[0])),
+        observed_steps(lambda done: now.__setitem__(0, 6000.0 if done == MAX_UPDATES else 0.0)),
+    ):
+        assert train_anew(replace(options, resume=True)).is_complete
+    assert_same_run(tmp_path, uninterrupted("no"))
 
 
 def test_a_run_may_be_stopped_again_and_again(uninterrupted, make_options, tmp_path):

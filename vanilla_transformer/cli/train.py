@@ -25,12 +25,11 @@ def run(options: TrainingOptions) -> int:
     from vanilla_transformer.training.engine import train
 
     result = train(options, _sample_bleu(options))
-    if result.interrupted_by is not None:
+    if not result.is_complete:
         print(
             f"Stopped after {result.updates:,} updates and saved; continue with --resume.", file=sys.stderr, flush=True
         )
-        return 128 + result.interrupted_by
-    return 0
+    return 0 if result.interrupted_by is None else 128 + result.interrupted_by
 
 
 def _sample_bleu(options: TrainingOptions):

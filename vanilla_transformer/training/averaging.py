@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vanilla_transformer.errors import UserError
+
+from .ema import EMA_WEIGHTS
 
 
 WEIGHTS = "model.safetensors"
@@ -16,7 +18,7 @@ WEIGHTS = "model.safetensors"
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-def average_checkpoints(checkpoints: Sequence[Path], output_dir: Path) -> None:
+def average_checkpoints(checkpoints: Sequence[Path], output_dir: Path, *, moving_average: bool = False) -> None:
     """Write the mean of the checkpoints' weights as a model folder that `from_pretrained` loads.
 
     Tied weights are one tensor in a checkpoint, and so in the mean. Sums are formed in float64.
@@ -24,6 +26,7 @@ def average_checkpoints(checkpoints: Sequence[Path], output_dir: Path) -> None:
     Args:
         checkpoints: Model folders of one architecture, oldest first; at least one.
         output_dir: Folder to write; made if it does not exist.
+        moving_average: Whether to take the moving average of the weights that each checkpoint holds.
 
     Raises:
         UserError: There is no checkpoint, one is not a model folder, or their tensors differ in names or shapes, or
@@ -39,6 +42,9 @@ def average_checkpoints(checkpoints: Sequence[Path], output_dir: Path) -> None:
         tensors = _read_weights(checkpoint)
         if not sums:
             dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        if moving_average:
+            tensors.update(load_file(checkpoint / EMA_WEIGHTS))
+        if not sums:
             sums = {name: tensor.to(torch.float64) for name, tensor in tensors.items()}
             continue
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -3,6 +3,7 @@
 A checkpoint is a folder `update-00001000` that `from_pretrained` loads, with the optimiser's state beside the model:
 
     config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json
+    ema.safetensors         the moving average of the weights, if one is kept
     optimizer.safetensors   Adam's two moments of every parameter, `exp_avg.NAME` and `exp_avg_sq.NAME`
     training_state.json     counters, options and fingerprints
     manifest.json           size and SHA-256 of every other file
@@ -13,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -140,16 +141,27 @@ def newest_sound(folder: Path, report: Callable[[str], None]) -> Path | None:
     return None
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Delete all but the newest checkpoints, and what an interrupted write or deletion left.
+def last_checkpoints(folder: Path) -> list[Path]:
+    """The newest checkpoint and all that the schedule of saving has, oldest first.
+
+    Others were written because the run was stopped there or was at its best; a longer run does not have them here.
+    """
+    checkpoints = list_checkpoints(folder)
+    return [path for path in checkpoints if path == checkpoints[-1] or not _is_out_of_schedule(path)]
+
+
+def rotate(folder: Path, keep: int, best: Collection[int] = ()) -> None:
+    """Delete all but the last and the best checkpoints, and what an interrupted write or deletion left.
 
     Args:
         folder: Folder of the checkpoints.
-        keep: Number of checkpoints to keep.
+        keep: Number of last checkpoints to keep.
+        best: Numbers of optimiser steps of the best checkpoints.
     """
     for leftover in (*folder.glob("partial-*"), *folder.glob(f"{_REPLACED}*")):
         shutil.rmtree(leftover, ignore_errors=True)
-    discard(list_checkpoints(folder)[:-keep])
+    last = last_checkpoints(folder)[-keep:]
+    discard(path for path in list_checkpoints(folder) if path not in last and update_of(path) not in best)
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
@@ -211,6 +223,14 @@ def _put_back(folder: Path) -> None:
         final = replaced.with_name(replaced.name.removeprefix(_REPLACED))
         if not final.exists():
             replaced.rename(final)
+
+
+def _is_out_of_schedule(checkpoint: Path) -> bool:
+    try:
+        return json.loads((checkpoint / "training_state.json").read_text(encoding="utf-8")).get("stopgap", False)
+    except (OSError, ValueError):
+        # Damaged; it stays until its turn comes.
+        return False
 
 
 def _describe(path: Path) -> dict[str, int | str]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -81,6 +82,14 @@ class TrainingOptions:
 
     max_updates: int = option(100_000, "Number of optimiser steps.")
     max_epochs: int | None = option(None, "Stop after so many passes over the text, if that comes first.")
+    max_time: str | None = option(
+        None, "Save and stop after so much time, such as 90m, 2h30m or a number of seconds, to be resumed later."
+    )
+    early_stopping_patience: int = option(
+        0, "Stop after so many validations in a row that improve nothing; 0 goes on to the end."
+    )
+    early_stopping_threshold: float = option(0.0, "By how much --best_metric must improve to count for that.")
+    best_metric: Literal["loss", "bleu"] = option("loss", "Validation score that says which checkpoint is better.")
     tokens_per_batch: int = option(4096, "Largest padded number of tokens on either side of one forward pass.")
     tokens_per_update: int = option(
         24_576, "The same for one optimiser step, over all processes; a multiple of tokens_per_batch."
@@ -92,10 +101,17 @@ class TrainingOptions:
     adam_epsilon: float = option(1e-9, "Adam's epsilon.")
     label_smoothing: float = option(0.1, "Probability mass spread over the vocabulary.")
     max_grad_norm: float = option(0.0, "Clip the gradient's norm to this; 0 does not clip, as in the paper.")
+    ema_decay: float = option(
+        0.0,
+        "Largest decay of a moving average of the weights, such as 0.999, which is validated and becomes the result; "
+        "0 keeps none.",
+    )
     seed: int = option(1, "Seed of initial weights, batch order and dropout.")
 
     device: Literal["auto", "cpu"] = option("auto", "cpu keeps the run off accelerators.")
-    mixed_precision: Literal["no", "bf16"] = option("no", "bf16 computes matrix products in bfloat16.")
+    mixed_precision: Literal["no", "bf16", "fp16"] = option(
+        "no", "bf16 computes matrix products in bfloat16; fp16 in float16, with a loss scale that adapts itself."
+    )
     attention: Literal["auto", "eager", "sdpa"] = option(
         "auto", "Attention backend; auto is eager on CPUs, where SDPA's backward pass is slower, and else SDPA."
     )
@@ -105,8 +121,14 @@ class TrainingOptions:
     validate_every: int = option(1000, "Optimiser steps between validations.")
     valid_bleu_sentences: int = option(200, "Sentences translated for BLEU at each validation; 0 for none.")
     save_every: int = option(1000, "Optimiser steps between checkpoints.")
-    keep_last: int = option(5, "Number of checkpoints kept.")
-    average_last: int = option(5, "The result is the mean of so many last checkpoints; 1 takes the last.")
+    keep_last: int = option(5, "Number of last checkpoints kept.")
+    keep_best: int = option(1, "Number of best checkpoints kept beside them, by --best_metric.")
+    result: Literal["last", "best"] = option("last", "Which checkpoints the result is made of.")
+    average_last: int | None = option(
+        None,
+        "The result is the mean of so many last checkpoints; 1 takes the last. Default: 5, at most --keep_last, and 1 "
+        "with --ema_decay or --result best.",
+    )
     num_beams: int = option(4, "Beam size written into the result's generation configuration.")
     length_penalty: float = option(
         0.6, "Length penalty written there; transformers divides a score by length to this power."
@@ -137,12 +159,16 @@ class TrainingOptions:
             "validate_every",
             "save_every",
             "keep_last",
-            "average_last",
             "num_beams",
         ):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        if self.max_epochs is not None:
-            self._require("max_epochs", self.max_epochs >= 1, "at least 1")
+        for name in ("max_epochs", "average_last"):
+            if getattr(self, name) is not None:
+                self._require(name, getattr(self, name) >= 1, "at least 1")
+        if self.max_time is not None:
+            rule = "a time such as 90m, 2h30m, 1d or a number of seconds, and above 0"
+            self._require("max_time", bool(_seconds(self.max_time)), rule)
+        self._require("ema_decay", 0.0 <= self.ema_decay < 1.0, "at least 0 and below 1")
         self._require("max_length", self.max_length >= 2, "at least 2, one token and the sentence's end")
         self._require("label_smoothing", 0.0 <= self.label_smoothing < 1.0, "at least 0 and below 1")
         for name in ("adam_beta1", "adam_beta2"):
@@ -150,7 +176,13 @@ class TrainingOptions:
         for name in ("adam_epsilon", "learning_rate_scale"):
             self._require(name, 0.0 < getattr(self, name) < math.inf, "above 0 and finite")
         self._require("length_penalty", math.isfinite(self.length_penalty), "a finite number")
-        for name in ("max_grad_norm", "valid_bleu_sentences"):
+        for name in (
+            "max_grad_norm",
+            "valid_bleu_sentences",
+            "keep_best",
+            "early_stopping_patience",
+            "early_stopping_threshold",
+        ):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         self._require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2 ** 63")
         self._require("preset", self.preset in SIZES, "one of " + ", ".join(SIZES))
@@ -170,7 +202,8 @@ class TrainingOptions:
                 f"--tokens_per_update is {self.tokens_per_update} and must be a multiple of --tokens_per_batch, "
                 f"{self.tokens_per_batch}; use {count * self.tokens_per_batch}."
             )
-        if self.average_last > self.keep_last:
+        self._check_result()
+        if self.num_averaged > self.keep_last:
             raise UserError(
                 f"--average_last is {self.average_last}, but only {self.keep_last} checkpoints are kept; raise "
                 "--keep_last."
@@ -181,6 +214,28 @@ class TrainingOptions:
                 "both in the same form."
             )
 
+    def _check_result(self) -> None:
+        """Check what depends on validation, and what becomes the result."""
+        needs_validation = {
+            "--result best": self.result == "best",
+            "--early_stopping_patience": self.early_stopping_patience > 0,
+        }
+        for name, is_used in needs_validation.items():
+            if is_used and not self.valid_files:
+                raise UserError(f"{name} goes by validation; give --valid_files as well.")
+            if is_used and self.best_metric == "bleu" and self.valid_bleu_sentences == 0:
+                raise UserError(
+                    f"{name} goes by BLEU, but --valid_bleu_sentences is 0; raise it, to 200 for instance."
+                )
+        if self.result == "best" and self.keep_best == 0:
+            raise UserError("--result is best, but --keep_best is 0; keep at least 1.")
+        for name, is_used in (("--result best", self.result == "best"), ("--ema_decay", self.ema_decay > 0.0)):
+            if is_used and self.average_last not in (None, 1):
+                raise UserError(
+                    f"--average_last is {self.average_last}, but {name} makes the result of one checkpoint; leave one "
+                    "of the two out, or set --average_last 1."
+                )
+
     def _require(self, name: str, condition: bool, rule: str) -> None:
         if not condition:
             raise UserError(f"--{name} is {getattr(self, name)}; it must be {rule}.")
@@ -189,6 +244,18 @@ class TrainingOptions:
     def batches_per_update(self) -> int:
         """Number of batches in one optimiser step."""
         return self.tokens_per_update // self.tokens_per_batch
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of checkpoints whose mean is the result."""
+        if self.average_last is not None:
+            return self.average_last
+        return 1 if self.ema_decay > 0.0 or self.result == "best" else min(5, self.keep_last)
+
+    @property
+    def max_seconds(self) -> float:
+        """`max_time` in seconds; infinite without it."""
+        return math.inf if self.max_time is None else _seconds(self.max_time)
 
     def model_settings(self) -> dict[str, Any]:
         """The model's hyper-parameters that differ from the paper's base model, vocabulary size aside."""
@@ -235,6 +302,9 @@ FREE_ON_RESUME = (
     "tokenizer",
     "max_updates",
     "max_epochs",
+    "max_time",
+    "early_stopping_patience",
+    "early_stopping_threshold",
     "device",
     "attention",
     "gradient_checkpointing",
@@ -243,6 +313,8 @@ FREE_ON_RESUME = (
     "valid_bleu_sentences",
     "save_every",
     "keep_last",
+    "keep_best",
+    "result",
     "average_last",
     "num_beams",
     "length_penalty",
@@ -313,6 +385,14 @@ def check_writable(folder: Path) -> None:
         raise UserError(
             f"{folder} cannot be written ({error.strerror}); choose another folder or correct its permissions."
         ) from error
+
+
+def _seconds(time: str) -> float | None:
+    """A time in days, hours, minutes and seconds as seconds; `None` if it is not written as one."""
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", time.strip())
+    if match is None or not any(match.groups()):
+        return None
+    return float(sum(int(part or 0) * unit for part, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,9 @@ import json
 import math
 import signal
 import sys
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,7 +25,9 @@ from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerF
 
 from .averaging import average_checkpoints
 from .checkpoints import (
+    checkpoint_name,
     discard,
+    last_checkpoints,
     list_checkpoints,
     load_optimizer,
     newest_sound,
@@ -33,15 +38,17 @@ from .checkpoints import (
 )
 from .configuration import TrainingOptions, check_output_dir, check_texts
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
+from .ema import MovingAverage
 from .failures import naming_disk
 from .identity import differences, identity_of
 from .initialisation import make_model
 from .journal import Journal, Window
 from .loss import SmoothedTranslationLoss
 from .preparation import PreparedData, prepare
-from .process import accelerating, catch_signals, keep_freed_memory
+from .process import OUT_OF_TIME, accelerating, catch_signals, keep_freed_memory
 from .run_folder import write_run_record
 from .schedule import learning_rate
+from .selection import Selection
 from .step import OptimiserStep
 
 
@@ -57,11 +64,18 @@ class TrainingResult:
         output_dir: The run's folder, a model folder unless the run was interrupted.
         updates: Number of optimiser steps done.
         interrupted_by: Number of the signal that stopped the run, or `None`.
+        out_of_time: Whether `max_time` stopped it.
     """
 
     output_dir: Path
     updates: int
     interrupted_by: int | None
+    out_of_time: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run came to its end and has a result."""
+        return self.interrupted_by is None and not self.out_of_time
 
 
 def train(options: TrainingOptions, evaluation: Evaluation | None = None) -> TrainingResult:
@@ -77,6 +91,7 @@ def train(options: TrainingOptions, evaluation: Evaluation | None = None) -> Tra
     Raises:
         UserError: Something in the options, the text or the output folder cannot be used.
     """
+    started = time.monotonic()
     options.check()
     check_texts(options)
     if options.dry_run:
@@ -87,7 +102,7 @@ def train(options: TrainingOptions, evaluation: Evaluation | None = None) -> Tra
     with accelerating(options) as accelerator:
         with accelerator.main_process_first():
             data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
-        return TrainingRun(options, accelerator, data, evaluation).run()
+        return TrainingRun(options, accelerator, data, evaluation, started + options.max_seconds).run()
 
 
 class TrainingRun:
@@ -98,6 +113,7 @@ class TrainingRun:
         accelerator: Devices and processes.
         data: Vocabulary and encoded text.
         evaluation: Scores the model at each validation, on the main process.
+        deadline: When the run is to be saved and stopped, in seconds of `time.monotonic`.
 
     Raises:
         UserError: The checkpoint to resume from is damaged or belongs to another run.
@@ -109,11 +125,13 @@ class TrainingRun:
         accelerator: Accelerator,
         data: PreparedData,
         evaluation: Evaluation | None,
+        deadline: float = math.inf,
     ):
         self.options = options
         self.accelerator = accelerator
         self.data = data
         self.evaluation = evaluation
+        self.deadline = deadline
         self.checkpoints = options.output_dir / "checkpoints"
         self.batches = _plan(data.train, options)
         first_epoch = self.batches.updates(0)
@@ -135,19 +153,26 @@ class TrainingRun:
         )
         self.loss.to(accelerator.device)
         self.update = 0
-        self.signal: int | None = None
-        self._received: int | None = None
+        # The signal that stops the run, or OUT_OF_TIME; 0 while it goes on.
+        self.stop = 0
+        self._received = 0
         self._planned_epoch: tuple[int, list[Update]] = (0, first_epoch)
         self._window = Window()
         self._watch = LossWatch()
-        # A checkpoint that the schedule of saving does not have, because the run was stopped there.
-        self._stopgap: Path | None = None
-        if options.resume:
-            self._resume(optimizer)
+        self.selection = Selection(
+            options.best_metric, options.keep_best, options.early_stopping_patience, options.early_stopping_threshold
+        )
+        checkpoint, skipped = self._resume(optimizer) if options.resume else (None, 0)
         self.loss, self.optimizer = accelerator.prepare(self.loss, optimizer)
+        self.average = (
+            MovingAverage(self.model.named_parameters(), options.ema_decay) if options.ema_decay > 0.0 else None
+        )
+        if self.average is not None and checkpoint is not None:
+            self.average.load(checkpoint)
         self.optimiser_step = OptimiserStep(
             options, accelerator, self.loss, self.optimizer, self.model.config, data.train
         )
+        self.optimiser_step.skipped = skipped
 
     def run(self) -> TrainingResult:
         """Train to the end, or until a signal, and write the result."""
@@ -155,7 +180,7 @@ class TrainingRun:
         journal = None
         if accelerator.is_main_process:
             write_run_record(options.output_dir, options, self.data, self._facts())
-            journal = Journal(options.output_dir / "metrics.jsonl", self.update)
+            journal = Journal(options.output_dir / "metrics.jsonl", self.update, self.selection.validated)
             # What lies beyond is damaged, and would be counted among the last checkpoints.
             discard(path for path in list_checkpoints(self.checkpoints) if update_of(path) > self.update)
         if self.update >= self.num_updates:
@@ -168,42 +193,49 @@ class TrainingRun:
             ) as progress,
         ):  # fmt: skip
             self._loop(journal, progress)
-        if self.signal is None:
+        if not self.stop:
             self._finish()
         accelerator.wait_for_everyone()
         accelerator.end_training()
-        return TrainingResult(options.output_dir, self.update, self.signal)
+        out_of_time = self.stop == OUT_OF_TIME
+        return TrainingResult(options.output_dir, self.update, None if out_of_time else self.stop or None, out_of_time)
 
     def _loop(self, journal: Journal | None, progress: tqdm) -> None:
         options = self.options
         # A run that was stopped when a validation was due has not done it yet.
-        missing = journal is not None and journal.latest("valid") < self.update
-        if self.update > 0 and self._validation_is_due() and self._any_process(int(missing)):
+        if self.selection.validated < self.update and self._validation_is_due():
             self._validate(journal, progress)
+            # The checkpoint that the run was resumed from knows nothing of it.
+            self.save()
         self._window.restart_clock()
-        while self.update < self.num_updates:
+        while self.update < self.num_updates and not self.selection.is_exhausted:
             number = self.update + 1
             planned = self._planned(self.update)
             sums = self.step(planned, number)
-            sums, stop = self._exchange(sums, self._received or 0)
+            sums, self.stop = self._exchange(sums, self._wish_to_stop(number))
             self._watch_loss(planned, number, float(sums[0]) / planned.num_target_tokens)
             self._window.add(planned, sums, self.data.train)
             self.update = number
             progress.update()
-            self.signal = stop or None
             if number % options.log_every == 0 or number == self.num_updates:
                 record = self._train_record(self._window)
                 self._window = Window()
                 progress.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s")
                 if journal is not None:
                     journal.write("train", number, record)
-            if self.signal is None and self._validation_is_due():
-                self._validate(journal, progress)
-            if self.signal is not None or number % options.save_every == 0 or number == self.num_updates:
+            is_best = not self.stop and self._validation_is_due() and self._validate(journal, progress)
+            is_last = self.stop or number == self.num_updates or self.selection.is_exhausted
+            if is_best or is_last or number % options.save_every == 0:
                 self.save()
                 self._window.restart_clock()
-            if self.signal is not None:
+            if self.stop:
                 break
+        if self.selection.is_exhausted and journal is not None:
+            progress.write(
+                f"{options.early_stopping_patience:,} validations have not improved the {options.best_metric} of "
+                f"{self.selection.reference:.4f}; training stops after {self.update:,} updates.",
+                file=sys.stderr,
+            )
 
     def _watch_loss(self, update: Update, number: int, loss: float) -> None:
         if self._watch.see(loss, math.log(self.model.config.vocab_size)):
@@ -215,12 +247,19 @@ class TrainingRun:
         at_its_turn = self.update % self.options.validate_every == 0 or self.update == self.num_updates
         return self.data.valid is not None and at_its_turn
 
-    def _validate(self, journal: Journal | None, progress: tqdm) -> None:
+    def _wish_to_stop(self, number: int) -> int:
+        """The signal that this process received; on the main process OUT_OF_TIME, when there is still work to do."""
+        is_time = self.accelerator.is_main_process and time.monotonic() >= self.deadline
+        return self._received or (OUT_OF_TIME if is_time and number < self.num_updates else 0)
+
+    def _validate(self, journal: Journal | None, progress: tqdm) -> bool:
+        """Validate, write it down, and return whether this update's checkpoint is one of the best."""
         record = self.validate()
         if journal is not None:
             journal.write("valid", self.update, record)
             progress.write(_validation_line(self.update, record), file=sys.stderr)
         self._window.restart_clock()
+        return self.selection.see(self.update, record)
 
     def step(self, update: Update, number: int) -> torch.Tensor:
         """Do one optimiser step.
@@ -239,18 +278,25 @@ class TrainingRun:
             UserError: The loss or its gradient is not finite; the weights are as they were.
         """
         try:
-            return self.optimiser_step(update, number, self._learning_rate(number))
+            sums = self.optimiser_step(update, number, self._learning_rate(number))
         except NotFinite as error:
             reason = not_finite(number, update.batches, error.batch, self.data.train)
             raise stopped(reason, self.checkpoints, number - 1) from error
+        if self.average is not None:
+            self.average.follow(number)
+        return sums
 
-    @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Score the validation text: loss without smoothing in nats a token, perplexity, and the evaluation's scores.
 
         Returns:
-            Named scores, the same on every process except the evaluation's, which the main process alone has.
+            Named scores, the same on every process.
         """
+        with nullcontext() if self.average is None else self.average.in_place():
+            return self._validate_weights()
+
+    @torch.no_grad()
+    def _validate_weights(self) -> dict[str, float]:
         accelerator, corpus = self.accelerator, self.data.valid
         self.loss.eval()
         batches = _plan(corpus, self.options, shuffle=False).batches(0)
@@ -265,22 +311,18 @@ class TrainingRun:
         if self.evaluation is not None and accelerator.is_main_process:
             self.model.eval()
             record.update(self.evaluation(self.model, self.data.tokenizer))
-        accelerator.wait_for_everyone()
-        return record
+        # The evaluation's scores are the main process's alone, and the first use of several processes.
+        return broadcast_object_list([record])[0]
 
     def save(self) -> None:
         """Write a checkpoint and delete the oldest ones."""
         state = self._state()
         if self.accelerator.is_main_process:
             with naming_disk(f"The checkpoint of update {self.update:,}", self.checkpoints, self.checkpoints):
-                checkpoint = write_checkpoint(
+                write_checkpoint(
                     self.checkpoints, self.update, lambda folder: self._write_checkpoint_files(folder, state)
                 )
-            # The checkpoints that stay are those of a run that was never stopped.
-            if self._stopgap not in (None, checkpoint):
-                discard([self._stopgap])
-            self._stopgap = checkpoint if state["stopgap"] else None
-            rotate(self.checkpoints, self.options.keep_last)
+            rotate(self.checkpoints, self.options.keep_last, self.selection.best_updates)
         self.accelerator.wait_for_everyone()
 
     def _planned(self, done: int) -> Update:
@@ -297,17 +339,23 @@ class TrainingRun:
             scale=self.options.learning_rate_scale,
         )
 
-    def _train_record(self, window: Window) -> dict[str, float]:
+    def _train_record(self, window: Window) -> dict[str, float | None]:
         loss, nll = window.sums.tolist()
-        return {
+        norm = self.optimiser_step.gradient_norm
+        record = {
             "epoch": round(self.update / self.updates_per_epoch, 4),
             "loss": loss / window.target_tokens,
             "nll": nll / window.target_tokens,
-            "gradient_norm": self.optimiser_step.gradient_norm,
+            # JSON has no infinity, which an overflow in float16 gives.
+            "gradient_norm": norm if math.isfinite(norm) else None,
             "learning_rate": self._learning_rate(self.update),
             "tokens_per_second": window.tokens / window.seconds,
             "fill_rate": self.batches.fill_rate(window.batches),
         }
+        if self.accelerator.scaler is not None:
+            record["loss_scale"] = self.accelerator.scaler.get_scale()
+            record["skipped_updates"] = self.optimiser_step.skipped
+        return record
 
     def _sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         if self.accelerator.num_processes == 1:
@@ -328,16 +376,12 @@ class TrainingRun:
         messages = self.accelerator.gather(message).cpu().view(-1, 3)
         return messages[:, :2].sum(dim=0), int(messages[:, 2].max())
 
-    def _any_process(self, value: int) -> int:
-        """The largest of the processes' values."""
-        if self.accelerator.num_processes == 1:
-            return value
-        return int(self.accelerator.gather(torch.tensor([value], device=self.accelerator.device)).max())
-
     def _write_checkpoint_files(self, folder: Path, state: dict) -> None:
         self.model.save_pretrained(folder)
         self.data.tokenizer.save_pretrained(folder)
         save_optimizer(self.optimizer.optimizer, self.model.named_parameters(), folder / "optimizer.safetensors")
+        if self.average is not None:
+            self.average.save(folder)
         (folder / "training_state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
     def _state(self) -> dict:
@@ -351,11 +395,14 @@ class TrainingRun:
                 "seconds": self._window.seconds,
             },
             "watch": self._watch.state(),
+            "selection": self.selection.state(),
+            "skipped": self.optimiser_step.skipped,
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
             **identity_of(self.options, self.data),
         }
 
-    def _resume(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load the newest sound checkpoint."""
+    def _resume(self, optimizer: torch.optim.Optimizer) -> tuple[Path, int]:
+        """Load the newest sound checkpoint, but for the moving average; return it and the number of skipped steps."""
         with self.accelerator.main_process_first():
             checkpoint = newest_sound(self.checkpoints, lambda text: self.accelerator.print(text, file=sys.stderr))
         if checkpoint is None:
@@ -371,12 +418,20 @@ class TrainingRun:
             )
         saved = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
-        load_optimizer(optimizer, self.model.named_parameters(), checkpoint / "optimizer.safetensors", state["update"])
+        skipped = state.get("skipped", 0)
+        path = checkpoint / "optimizer.safetensors"
+        load_optimizer(optimizer, self.model.named_parameters(), path, state["update"] - skipped)
         self.update = state["update"]
-        self._stopgap = checkpoint if state["stopgap"] else None
         self._refill_window(**state["window"])
         self._watch = LossWatch(**state.get("watch", {}))
+        if "selection" in state:
+            self.selection.restore(**state["selection"])
+        else:
+            self.selection.validated = self.update
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         self.accelerator.print(f"Resuming from {checkpoint}.", file=sys.stderr)
+        return checkpoint, skipped
 
     def _refill_window(self, updates: int, sums: list[float], seconds: float) -> None:
         """Restore the sums since the last record, so that the next one covers as many updates as it would have."""
@@ -398,18 +453,23 @@ class TrainingRun:
         }
 
     def _finish(self) -> None:
-        """Write the mean of the last checkpoints as the run's model."""
+        """Write the run's model: the mean of the last checkpoints, or the best one, or a moving average."""
         if not self.accelerator.is_main_process:
             return
-        checkpoints = list_checkpoints(self.checkpoints)[-self.options.average_last :]
-        with naming_disk("The model", self.options.output_dir, self.checkpoints):
-            average_checkpoints(checkpoints, self.options.output_dir)
+        options = self.options
+        if options.result == "best":
+            checkpoints = [self.checkpoints / checkpoint_name(self.selection.best_updates[0])]
+        else:
+            checkpoints = last_checkpoints(self.checkpoints)[-options.num_averaged :]
+        with naming_disk("The model", options.output_dir, self.checkpoints):
+            average_checkpoints(checkpoints, options.output_dir, moving_average=self.average is not None)
         updates = ", ".join(f"{update_of(checkpoint):,}" for checkpoint in checkpoints)
-        print(
-            f"The model in {self.options.output_dir} is "
-            f"{f'the mean of the checkpoints of updates {updates}' if len(checkpoints) > 1 else f'update {updates}'}.",
-            file=sys.stderr,
-        )
+        what = f"the mean of the checkpoints of updates {updates}" if len(checkpoints) > 1 else f"update {updates}"
+        if self.average is not None:
+            what = f"the moving average of the weights at {what}"
+        if options.result == "best":
+            what += f", which has the best {options.best_metric}"
+        print(f"The model in {options.output_dir} is {what}.", file=sys.stderr)
 
 
 def _plan(corpus: EncodedCorpus, options: TrainingOptions, *, shuffle: bool = True) -> TokenBatches:

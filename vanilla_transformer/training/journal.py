@@ -18,19 +18,17 @@ class Journal:
     Args:
         path: File of JSON lines, each with the number of its optimiser step under `update`.
         last_update: Records beyond this step are dropped: the run that wrote them stopped before it saved its state.
+        last_validation: Likewise for validations, of which the last step's may not be part of the saved state.
     """
 
-    def __init__(self, path: Path, last_update: int = 0):
+    def __init__(self, path: Path, last_update: int = 0, last_validation: int | None = None):
         self.path = path
-        kept = [record for record in read_journal(path) if record["update"] <= last_update] if path.exists() else []
-        self._last_updates = {record["kind"]: record["update"] for record in kept}
+        last = {"valid": last_update if last_validation is None else last_validation}
+        records = read_journal(path) if path.exists() else []
+        kept = [record for record in records if record["update"] <= last.get(record["kind"], last_update)]
         partial = path.with_name(f"partial-{path.name}")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         partial.replace(path)
-
-    def latest(self, kind: str) -> int:
-        """Number of the optimiser step of the last record of a kind; 0 if there is none."""
-        return self._last_updates.get(kind, 0)
 
     def write(self, kind: str, update: int, values: dict[str, Any]) -> None:
         """Append a record.
@@ -42,7 +40,6 @@ class Journal:
         """
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "update": update, **values}) + "\n")
-        self._last_updates[kind] = update
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -6,12 +6,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
 
 from vanilla_transformer.errors import UserError
 
 from .configuration import TrainingOptions
+
+
+# A reason to stop beside the numbers of the signals that are caught, and less pressing than any.
+OUT_OF_TIME = 1
 
 
 def make_accelerator(options: TrainingOptions) -> Accelerator:
@@ -33,7 +38,12 @@ def make_accelerator(options: TrainingOptions) -> Accelerator:
                 f"--device is cpu, but this process has an Accelerator on {state.device} already; use the same device "
                 "for both, or another process."
             )
-    return Accelerator(cpu=options.device == "cpu", mixed_precision=options.mixed_precision)
+    accelerator = Accelerator(cpu=options.device == "cpu", mixed_precision=options.mixed_precision)
+    if options.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        # Accelerate would compute in float32, without a word.
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    return accelerator
 
 
 @contextmanager

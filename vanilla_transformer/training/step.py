@@ -35,6 +35,7 @@ class OptimiserStep:
 
     Attributes:
         gradient_norm: Euclidean norm of the last step's gradient, before it was clipped.
+        skipped: Number of steps that left the weights alone, because gradients overflowed in float16.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class OptimiserStep:
         self.corpus = corpus
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradient_norm = 0.0
+        self.skipped = 0
 
     def __call__(self, update: Update, number: int, learning_rate: float) -> torch.Tensor:
         """Do one step.
@@ -67,9 +69,11 @@ class OptimiserStep:
             Smoothed loss and negative log-likelihood, summed over this process's target tokens; float64 [2].
 
         Raises:
-            NotFinite: The gradient is infinite or not a number; the weights are as they were.
+            NotFinite: The gradient is infinite or not a number, and no smaller loss scale can help; the weights are as
+                they were.
         """
         losses, weight = self._backward(update, number)
+        self.accelerator.unscale_gradients()
         norm = get_total_norm([parameter.grad for parameter in self.parameters])
         plain_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # The step's only wait for the device: what it computed decides whether the weights may move.
@@ -77,12 +81,16 @@ class OptimiserStep:
         sums = torch.tensor(sums, dtype=torch.float64).view(-1, 2)
         if not math.isfinite(self.gradient_norm):
             # The norm is that of the sum over processes, so that all of them come here.
-            self.optimizer.zero_grad()
-            raise NotFinite(self._bad_batch(update, sums))
-        if self.options.max_grad_norm > 0.0:
+            bad, scaler = self._bad_batch(update, sums), self.accelerator.scaler
+            if scaler is None or bad is not None or scaler.get_scale() < 1.0:
+                self.optimizer.zero_grad()
+                raise NotFinite(bad)
+            self.skipped += 1
+        elif self.options.max_grad_norm > 0.0:
             clip_grads_with_norm_(self.parameters, self.options.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        # After an overflow in float16 this leaves the weights alone, and halves the loss scale.
         self.optimizer.step()
         self.optimizer.zero_grad()
         return weight * sums.sum(dim=0)
