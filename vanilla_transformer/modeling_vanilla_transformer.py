@@ -137,15 +137,11 @@ class VanillaTransformerAttention(nn.Module):
         self.v_proj = nn.Linear(config.d_model, num_heads * self.d_v, bias=config.attention_bias)
         self.out_proj = nn.Linear(num_heads * self.d_v, config.d_model, bias=config.attention_bias)
 
-    def project_queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Queries [B, H, T, K] of hidden states [B, T, D]."""
-        return self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
-
-    def project_keys_values(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, H, S, K] and values [B, H, S, V] of hidden states [B, S, D]."""
-        keys = self.k_proj(hidden_states).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
-        values = self.v_proj(hidden_states).unflatten(-1, (self.num_heads, self.d_v)).transpose(1, 2)
-        return keys, values
+    def project(self, hidden_states: torch.Tensor, *projections: nn.Linear) -> list[torch.Tensor]:
+        """Project hidden states [B, T, D] to queries, keys or values, each split into heads [B, H, T, K or V]."""
+        return [
+            projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for projection in projections
+        ]
 
     def attend(
         self,
@@ -187,8 +183,7 @@ class VanillaTransformerSelfAttention(VanillaTransformerAttention):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend within `hidden_states` [B, T, D] and, when decoding, to the positions that the cache holds."""
-        queries = self.project_queries(hidden_states)
-        keys, values = self.project_keys_values(hidden_states)
+        queries, keys, values = self.project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache
@@ -212,16 +207,17 @@ class VanillaTransformerCrossAttention(VanillaTransformerAttention):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from `hidden_states` [B, T, D] to `encoder_hidden_states` [B, S, D], projected once a sentence."""
-        queries = self.project_queries(hidden_states)
+        (queries,) = self.project(hidden_states, self.q_proj)
         if isinstance(past_key_values, EncoderDecoderCache):
             cache = past_key_values.cross_attention_cache
             if past_key_values.is_updated.get(self.layer_idx):
                 keys, values = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
             else:
-                keys, values = cache.update(*self.project_keys_values(encoder_hidden_states), self.layer_idx)
+                keys, values = self.project(encoder_hidden_states, self.k_proj, self.v_proj)
+                keys, values = cache.update(keys, values, self.layer_idx)
                 past_key_values.is_updated[self.layer_idx] = True
         else:
-            keys, values = self.project_keys_values(encoder_hidden_states)
+            keys, values = self.project(encoder_hidden_states, self.k_proj, self.v_proj)
         return self.attend(queries, keys, values, attention_mask, **kwargs)
 
 

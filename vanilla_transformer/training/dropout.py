@@ -17,6 +17,7 @@ class SixteenBitDropout(nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
+        self.p = p
         self.num_dropped = min(round(p * 2**16), 2**16 - 1)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ class SixteenBitDropout(nn.Module):
 
     def extra_repr(self) -> str:
         """The probability, for printing the model."""
-        return f"p={self.num_dropped / 2**16}"
+        return f"p={self.p}"
 
 
 def use_sixteen_bit_dropout(model: nn.Module) -> None:

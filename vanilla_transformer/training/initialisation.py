@@ -7,6 +7,7 @@ from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerF
 
 from .configuration import TrainingOptions
 from .dropout import use_sixteen_bit_dropout
+from .fusion import fuse_operations
 from .preparation import check_positions, model_configuration
 from .warm_start import load_model, starting_configuration, starting_folder
 
@@ -42,6 +43,7 @@ def make_model(
     model.set_attn_implementation(attention)
     if device.type == "cpu":
         use_sixteen_bit_dropout(model)
+        fuse_operations(model)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
     beam_search = {"num_beams": options.num_beams}

@@ -1,0 +1,120 @@
+"""Tests of the fused operations: the same results as the plain network, however they are computed."""
+
+import pytest
+import torch
+from torch import nn
+
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.training import fusion
+from vanilla_transformer.training.fusion import fuse_operations
+
+
+KINDS = {
+    "default": {},
+    "attention_bias": {"attention_bias": True},
+    "narrow_values": {"d_k": 6, "d_v": 10},
+    "pre_norm": {"norm_position": "pre"},
+    "gelu": {"activation_function": "gelu"},
+    "activation_dropout": {"activation_dropout": 0.2},
+}
+
+
+def models(**changes) -> tuple[VanillaTransformerForConditionalGeneration, ...]:
+    """The same network in training mode, plain and fused."""
+    config = VanillaTransformerConfig(
+        vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=64, dropout=0.1, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = VanillaTransformerForConditionalGeneration(config)
+    for name, parameter in plain.named_parameters():
+        if name.endswith(".bias"):
+            nn.init.normal_(parameter, std=0.3)
+    fused = VanillaTransformerForConditionalGeneration(config)
+    fused.load_state_dict(plain.state_dict())
+    fuse_operations(fused)
+    return plain.train(), fused.train()
+
+
+def results(model: VanillaTransformerForConditionalGeneration, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Logits and gradients of a padded batch, in a given half precision or without autocast."""
+    torch.manual_seed(1)
+    source, labels = torch.randint(5, 60, (4, 9)), torch.randint(5, 60, (4, 7))
+    mask = torch.ones_like(source)
+    mask[1, 6:], labels[2, 4:] = 0, -100
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        output = model(input_ids=source, attention_mask=mask, labels=labels)
+    output.loss.backward()
+    return {"logits": output.logits.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of each tensor, the distance from the exact one as a share of that one's length."""
+    return {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_operator", [True, False])
+def test_under_autocast_results_are_as_near_to_single_precision_as_the_plain_network_is(
+    kind, has_operator, monkeypatch
+):
+    if not has_operator:
+        monkeypatch.setattr(fusion, "_has_linear_pointwise", lambda _: False)
+    plain, fused = models(**KINDS[kind])
+    exact = results(plain, None)
+    plain.zero_grad()
+    narrow = error(results(plain, torch.bfloat16), exact)
+    found = error(results(fused, torch.bfloat16), exact)
+    for name, of_plain in narrow.items():
+        assert found[name] < 1.5 * of_plain + 2e-3, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_autocast_nothing_changes(kind):
+    plain, fused = models(**KINDS[kind])
+    expected, found = results(plain, None), results(fused, None)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_fewer_products_are_computed():
+    counts = []
+    for model in models():
+        with torch.profiler.profile() as profile:
+            results(model, torch.bfloat16)
+        names = [event.name for event in profile.events()]
+        counts.append(sum(name in ("aten::mm", "aten::addmm", "aten::linear") for name in names))
+    # Six attentions: two or three projections of one input become one product each, in both passes.
+    assert counts[1] <= counts[0] - 2 * (4 * 2 + 2)
+
+
+def test_the_parameters_and_what_is_saved_stay(tmp_path):
+    plain, fused = models()
+    fused.save_pretrained(tmp_path)
+    again = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path).state_dict()
+    assert again.keys() == plain.state_dict().keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+def test_generation_under_autocast_gives_the_same_tokens():
+    plain, fused = models()
+    source = torch.randint(5, 60, (3, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        translations = [
+            model.eval().generate(input_ids=source, max_new_tokens=12, num_beams=1, do_sample=False)
+            for model in (plain, fused)
+        ]
+    assert torch.equal(*translations)
+
+
+@pytest.mark.parametrize("operator", ["missing", "raising", "wrong"])
+def test_an_operator_that_is_missing_or_does_something_else_is_not_used(operator, monkeypatch):
+    def raising(*_):
+        raise RuntimeError("not built in")
+
+    namespace = type("Namespace", (), {})()
+    if operator == "raising":
+        namespace._linear_pointwise = raising
+    elif operator == "wrong":
+        namespace._linear_pointwise = lambda rows, weight, bias, *_: nn.functional.linear(rows, weight, bias)
+    monkeypatch.setattr(torch.ops, "mkldnn", namespace)
+    assert not fusion._has_linear_pointwise.__wrapped__(torch.bfloat16)
