@@ -1,4 +1,6 @@
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,12 +22,27 @@ from vanilla_transformer.training.checkpoints import (
 )
 
 
-FILES = {"config.json": b'{"a": 1}', "model.safetensors": bytes(range(256)) * 20, "training_state.json": b"{}"}
+FILES = {
+    "config.json": b'{"a": 1}',
+    "model.safetensors": bytes(range(256)) * 20,
+    "optimizer.safetensors": bytes(range(256)),
+    "training_state.json": b"{}",
+}
 
 
 def write_files(folder: Path) -> None:
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
+
+
+def write_old(folder: Path) -> None:
+    write_files(folder)
+    (folder / "old").write_text("old")
+
+
+def write_new(folder: Path) -> None:
+    write_files(folder)
+    (folder / "new").write_text("new")
 
 
 def flip_bit(path: Path) -> None:
@@ -73,16 +90,16 @@ def test_checkpoints_are_listed_by_update_and_nothing_else_is(tmp_path):
 
 
 def test_a_checkpoint_of_the_same_update_is_replaced(tmp_path):
-    write_checkpoint(tmp_path, 5, lambda folder: (folder / "old").write_text("old"))
-    checkpoint = write_checkpoint(tmp_path, 5, lambda folder: (folder / "new").write_text("new"))
+    write_checkpoint(tmp_path, 5, write_old)
+    checkpoint = write_checkpoint(tmp_path, 5, write_new)
     assert names_in(tmp_path) == [checkpoint.name]
-    assert names_in(checkpoint) == ["manifest.json", "new"]
+    assert names_in(checkpoint) == sorted([*FILES, "manifest.json", "new"])
     assert fault_of(checkpoint) is None
 
 
 @pytest.mark.parametrize("calls_before_death", [0, 1])
 def test_a_death_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, monkeypatch, calls_before_death):
-    write_checkpoint(tmp_path, 5, lambda folder: (folder / "old").write_text("old"))
+    write_checkpoint(tmp_path, 5, write_old)
     rename, renamed = Path.rename, []
 
     def rename_until_death(path, target):
@@ -94,7 +111,7 @@ def test_a_death_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, 
 
     monkeypatch.setattr(Path, "rename", rename_until_death)
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda path, **_: None)
-    write_checkpoint(tmp_path, 5, lambda folder: (folder / "new").write_text("new"))
+    write_checkpoint(tmp_path, 5, write_new)
     monkeypatch.undo()
     assert (tmp_path / "replaced-update-00000005").exists()
     survivor = newest_sound(tmp_path, pytest.fail)
@@ -105,7 +122,7 @@ def test_a_death_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, 
 
 
 def test_a_checkpoint_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
-    checkpoint = write_checkpoint(tmp_path, 5, lambda folder: (folder / "old").write_text("old"))
+    checkpoint = write_checkpoint(tmp_path, 5, write_old)
     rename = Path.rename
 
     def refuse(path, target):
@@ -115,8 +132,28 @@ def test_a_checkpoint_that_cannot_take_its_place_leaves_the_old_one(tmp_path, mo
 
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(OSError, match="refused"):
-        write_checkpoint(tmp_path, 5, lambda folder: (folder / "new").write_text("new"))
+        write_checkpoint(tmp_path, 5, write_new)
     assert names_in(tmp_path) == [checkpoint.name] and (checkpoint / "old").exists()
+
+
+@pytest.mark.parametrize("update", [3, 4])
+def test_a_file_or_a_link_in_a_folders_place_gives_way(tmp_path, update):
+    folder = tmp_path / "checkpoints"
+    for name in (f"partial-{checkpoint_name(3)}", checkpoint_name(3)):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("a file")
+        checkpoint = write_checkpoint(folder, update, write_files)
+        rotate(folder, 1)
+        assert names_in(folder) == [checkpoint.name]
+        checkpoint.rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        checkpoint = write_checkpoint(folder, update + 1, write_files)
+        rotate(folder, 1)
+        assert names_in(folder) == [checkpoint.name]
+        # What a link led to is the user's.
+        assert fault_of(tmp_path / "elsewhere") is None
+        for path in (folder, tmp_path / "elsewhere"):
+            shutil.rmtree(path)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("other")])
@@ -154,8 +191,10 @@ def test_what_an_interrupted_write_left_does_not_reach_the_next_checkpoint(tmp_p
     (leftover / "model.safetensors").write_text("half")
     assert list_checkpoints(tmp_path) == []
     assert newest_sound(tmp_path, pytest.fail) is None
-    checkpoint = write_checkpoint(tmp_path, 3, lambda folder: (folder / "config.json").write_text("whole"))
-    assert names_in(checkpoint) == ["config.json", "manifest.json"]
+    (leftover / "other.safetensors").write_text("half")
+    checkpoint = write_checkpoint(tmp_path, 3, write_files)
+    assert names_in(checkpoint) == sorted([*FILES, "manifest.json"])
+    assert fault_of(checkpoint) is None
 
 
 # Verifying
@@ -170,19 +209,23 @@ def test_damage_is_named_and_an_older_checkpoint_used(tmp_path, name, damage):
     assert fault.startswith(name)
     messages = []
     assert newest_sound(tmp_path, messages.append) == sound
-    assert messages == [f"{damaged} is damaged ({fault}); an older checkpoint is used instead."]
+    assert messages == [f"{damaged} is damaged ({fault}) and passed over."]
 
 
 @pytest.mark.parametrize(
     "content",
-    [None, b"", b"{", b"[1]", b'"text"', b'{"config.json": 1}', b'{"config.json": {}}', b"\xff\xfe", b"null"],
+    [
+        None,
+        *(b"", b"{", b"{}", b"[1]", b'"text"', b'{"config.json": 1}', b"\xff\xfe", b"null"),
+        *(json.dumps(dict.fromkeys(FILES, entry)).encode() for entry in (1, {}, None, "text", [])),
+    ],
 )
-def test_a_manifest_that_cannot_be_read_is_damage(tmp_path, content):
+def test_a_manifest_that_says_nothing_is_damage(tmp_path, content):
     sound, damaged = (write_checkpoint(tmp_path, update, write_files) for update in (1, 2))
     (damaged / "manifest.json").unlink()
     if content is not None:
         (damaged / "manifest.json").write_bytes(content)
-    assert fault_of(damaged).startswith("manifest.json cannot be read")
+    assert re.match(r"manifest\.json (cannot be read|does not state)", fault_of(damaged))
     messages = []
     assert newest_sound(tmp_path, messages.append) == sound
     assert len(messages) == 1 and str(damaged) in messages[0]
@@ -191,7 +234,7 @@ def test_a_manifest_that_cannot_be_read_is_damage(tmp_path, content):
 def test_a_manifest_without_files_is_damage(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 1, write_files)
     (checkpoint / "manifest.json").write_text("{}")
-    assert fault_of(checkpoint) == "manifest.json names no file"
+    assert fault_of(checkpoint) == "manifest.json does not state config.json"
 
 
 def test_every_flipped_bit_of_a_manifests_digits_is_damage(tmp_path):
@@ -330,11 +373,12 @@ def test_an_optimisers_file_is_part_of_a_checkpoint(tmp_path):
     network = Network()
     optimizer = adam(network, fused=False)
     steps(network, optimizer, 1, 2)
-    checkpoint = write_checkpoint(
-        tmp_path,
-        2,
-        lambda folder: save_optimizer(optimizer, network.named_parameters(), folder / "optimizer.safetensors"),
-    )
+
+    def write(folder):
+        write_files(folder)
+        save_optimizer(optimizer, network.named_parameters(), folder / "optimizer.safetensors")
+
+    checkpoint = write_checkpoint(tmp_path, 2, write)
     assert fault_of(checkpoint) is None
     truncate(checkpoint / "optimizer.safetensors")
     assert fault_of(checkpoint).startswith("optimizer.safetensors has ")

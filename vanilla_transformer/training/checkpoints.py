@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from vanilla_transformer.errors import UserError
 
 _NAME = re.compile(r"update-(\d+)")
 _MANIFEST = "manifest.json"
+# What a run is resumed from; a manifest that leaves one of these out vouches for nothing.
+_NEEDED = ("config.json", "model.safetensors", "optimizer.safetensors", "training_state.json")
 # Beginning of the name of a checkpoint while another one of the same update takes its place.
 _REPLACED = "replaced-"
 
@@ -61,8 +63,8 @@ def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -
         OSError: The disk is full or cannot be written; what was there before stays.
     """
     final = folder / checkpoint_name(update)
-    partial = folder / f"partial-{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _partial(final)
+    _remove(partial)
     partial.mkdir(parents=True)
     try:
         write(partial)
@@ -76,9 +78,9 @@ def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -
             final.rename(replaced)
         partial.rename(final)
         _sync(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         _put_back(folder)
         if not any(folder.iterdir()):
             # An empty folder of checkpoints would pass for a run.
@@ -99,12 +101,13 @@ def fault_of(checkpoint: Path) -> str | None:
     name = _MANIFEST
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
-        if manifest == {}:
-            return f"{_MANIFEST} names no file"
+        for name in _NEEDED:
+            if name not in manifest:
+                return f"{_MANIFEST} does not state {name}"
         for name, expected in manifest.items():
             path = checkpoint / name
             if not path.is_file():
-                return f"{name} is missing"
+                return f"{name} is {'not a file' if path.exists() else 'missing'}"
             if path.stat().st_size != expected["size"]:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
             if _describe(path) != expected:
@@ -131,14 +134,33 @@ def newest_sound(folder: Path, report: Callable[[str], None]) -> Path | None:
     """
     _put_back(folder)
     checkpoints = list_checkpoints(folder)
+    sound = last_sound(checkpoints, 1, report)
+    if checkpoints and not sound:
+        raise UserError(f"Every checkpoint in {folder} is damaged; start again in another --output_dir.")
+    return sound[0] if sound else None
+
+
+def last_sound(checkpoints: Sequence[Path], count: int, report: Callable[[str], None]) -> list[Path]:
+    """The last of these checkpoints that their manifests confirm.
+
+    Args:
+        checkpoints: Checkpoints, oldest first.
+        count: Number of checkpoints wanted.
+        report: Receives a sentence about every damaged checkpoint that is passed over.
+
+    Returns:
+        So many checkpoints, oldest first, or all sound ones if there are fewer.
+    """
+    sound: list[Path] = []
     for checkpoint in reversed(checkpoints):
+        if len(sound) == count:
+            break
         fault = fault_of(checkpoint)
         if fault is None:
-            return checkpoint
-        report(f"{checkpoint} is damaged ({fault}); an older checkpoint is used instead.")
-    if checkpoints:
-        raise UserError(f"Every checkpoint in {folder} is damaged; start again in another --output_dir.")
-    return None
+            sound.insert(0, checkpoint)
+        else:
+            report(f"{checkpoint} is damaged ({fault}) and passed over.")
+    return sound
 
 
 def last_checkpoints(folder: Path) -> list[Path]:
@@ -159,7 +181,7 @@ def rotate(folder: Path, keep: int, best: Collection[int] = ()) -> None:
         best: Numbers of optimiser steps of the best checkpoints.
     """
     for leftover in (*folder.glob("partial-*"), *folder.glob(f"{_REPLACED}*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
     last = last_checkpoints(folder)[-keep:]
     discard(path for path in list_checkpoints(folder) if path not in last and update_of(path) not in best)
 
@@ -172,9 +194,10 @@ def discard(checkpoints: Iterable[Path]) -> None:
     """
     for checkpoint in checkpoints:
         # Renamed first, so that a checkpoint never stands there half deleted.
-        doomed = checkpoint.with_name(f"partial-{checkpoint.name}")
+        doomed = _partial(checkpoint)
+        _remove(doomed)
         checkpoint.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove(doomed)
 
 
 def save_optimizer(
@@ -228,9 +251,22 @@ def _put_back(folder: Path) -> None:
 def _is_out_of_schedule(checkpoint: Path) -> bool:
     try:
         return json.loads((checkpoint / "training_state.json").read_text(encoding="utf-8")).get("stopgap", False)
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         # Damaged; it stays until its turn comes.
         return False
+
+
+def _partial(checkpoint: Path) -> Path:
+    """What a checkpoint is called while it is written or deleted."""
+    return checkpoint.with_name(f"partial-{checkpoint.name}")
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or the link or file that someone put in its place."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _describe(path: Path) -> dict[str, int | str]:
