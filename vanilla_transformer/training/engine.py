@@ -28,6 +28,7 @@ from .checkpoints import (
     checkpoint_name,
     discard,
     last_checkpoints,
+    last_sound,
     list_checkpoints,
     load_optimizer,
     newest_sound,
@@ -183,6 +184,8 @@ class TrainingRun:
             journal = Journal(options.output_dir / "metrics.jsonl", self.update, self.selection.validated)
             # What lies beyond is damaged, and would be counted among the last checkpoints.
             discard(path for path in list_checkpoints(self.checkpoints) if update_of(path) > self.update)
+            # A kill may have come between writing the newest one and this.
+            rotate(self.checkpoints, options.keep_last, self.selection.best_updates)
         if self.update >= self.num_updates:
             accelerator.print(f"The run in {options.output_dir} has done all of its {self.num_updates:,} updates.")
         with (
@@ -460,9 +463,13 @@ class TrainingRun:
         if options.result == "best":
             checkpoints = [self.checkpoints / checkpoint_name(self.selection.best_updates[0])]
         else:
-            checkpoints = last_checkpoints(self.checkpoints)[-options.num_averaged :]
+            checkpoints = last_sound(
+                last_checkpoints(self.checkpoints), options.num_averaged, lambda text: print(text, file=sys.stderr)
+            )
         with naming_disk("The model", options.output_dir, self.checkpoints):
             average_checkpoints(checkpoints, options.output_dir, moving_average=self.average is not None)
+            # A resumed run may have changed it since the checkpoints were written.
+            self.model.generation_config.save_pretrained(options.output_dir)
         updates = ", ".join(f"{update_of(checkpoint):,}" for checkpoint in checkpoints)
         what = f"the mean of the checkpoints of updates {updates}" if len(checkpoints) > 1 else f"update {updates}"
         if self.average is not None:
