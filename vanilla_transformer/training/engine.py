@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.batching import TokenBatches, Update
 from vanilla_transformer.data.encoding import EncodedCorpus
 from vanilla_transformer.errors import UserError
@@ -41,7 +42,7 @@ from .configuration import TrainingOptions, check_output_dir, check_texts
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
 from .ema import MovingAverage
 from .failures import naming_disk
-from .identity import differences, identity_of
+from .identity import architecture_of, differences, identity_of
 from .initialisation import make_model
 from .journal import Journal, Window
 from .loss import SmoothedTranslationLoss
@@ -413,7 +414,12 @@ class TrainingRun:
                 f"--resume was given, but {self.options.output_dir} holds no checkpoint; leave --resume out to start."
             )
         state = json.loads((checkpoint / "training_state.json").read_text(encoding="utf-8"))
-        different = differences(state, identity_of(self.options, self.data))
+        # The options leave much to presets and defaults, which another version of the package may have changed.
+        config = VanillaTransformerConfig.from_pretrained(checkpoint)
+        different = differences(
+            state | {"architecture": architecture_of(config)},
+            identity_of(self.options, self.data) | {"architecture": architecture_of(self.model.config)},
+        )
         if different:
             raise UserError(
                 f"The run in {self.options.output_dir} cannot be resumed, because these differ: "

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from vanilla_transformer.data.encoding import fingerprint_of_tokenizer
 
 from .configuration import FREE_ON_RESUME, TrainingOptions
@@ -27,6 +29,19 @@ def identity_of(options: TrainingOptions, data: PreparedData) -> dict[str, dict[
     }
 
 
+def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
+    """A model's configuration without what transformers notes about files.
+
+    Args:
+        config: Configuration of a model.
+
+    Returns:
+        Values by name.
+    """
+    notes = ("transformers_version", "architectures", "dtype")
+    return {name: value for name, value in config.to_dict().items() if name not in notes}
+
+
 def differences(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
     """Everything in which two identities differ, named with both values.
 
@@ -40,9 +55,11 @@ def differences(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]])
     # An option that is newer than the checkpoint had its default then.
     defaults = TrainingOptions().as_dict()
     then = {**then, "options": {**{name: defaults.get(name) for name in now["options"]}, **then["options"]}}
-    return [
-        f"{name} ({then[group].get(name)!r} then, {values.get(name)!r} now)"
+    # Options of the model are part of its architecture, too.
+    phrases = {
+        name: f"{name} ({then[group].get(name)!r} then, {values.get(name)!r} now)"
         for group, values in now.items()
         for name in sorted(values.keys() | then[group])
         if values.get(name) != then[group].get(name)
-    ]
+    }
+    return list(phrases.values())
