@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -175,6 +176,8 @@ class TrainingRun:
             options, accelerator, self.loss, self.optimizer, self.model.config, data.train
         )
         self.optimiser_step.skipped = skipped
+        if self.update > 0 and isinstance(self.loss, DistributedDataParallel):
+            self.optimiser_step.order_buckets(self._planned(self.update))
 
     def run(self) -> TrainingResult:
         """Train to the end, or until a signal, and write the result."""

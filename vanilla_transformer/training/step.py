@@ -95,6 +95,18 @@ class OptimiserStep:
         self.optimizer.zero_grad()
         return weight * sums.sum(dim=0)
 
+    def order_buckets(self, update: Update) -> None:
+        """Have DistributedDataParallel lay out gradients as in a run that has done a step.
+
+        It orders them by the first backward pass, and the sums of more than two processes round by that order.
+
+        Args:
+            update: Any update.
+        """
+        loss, _ = self.loss(**self.inputs(self.corpus, update.batches[0]))
+        self.accelerator.backward(loss * 0.0)
+        self.optimizer.zero_grad()
+
     def inputs(self, corpus: EncodedCorpus, batch: np.ndarray) -> dict[str, torch.Tensor]:
         """A batch's tensors on the device."""
         tensors = collate(
