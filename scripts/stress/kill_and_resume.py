@@ -256,7 +256,7 @@ def differences(actual: Path, expected: Path) -> list[str]:
                 state["window"].pop("seconds")
             if states[0] != states[1]:
                 found.append(name)
-    leftovers = sorted(str(path.relative_to(actual)) for path in actual.rglob("*partial*"))
+    leftovers = sorted(name for name in files[0] if "partial" in name or "replaced" in name)
     if leftovers:
         found.append(f"leftovers: {leftovers}")
     return found
