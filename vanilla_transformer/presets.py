@@ -57,6 +57,14 @@ PROVENANCE: dict[str, dict[str, Any]] = {
     },
 }
 
+# The training options among those choices. tensor2tensor and fairseq leave the label out of the smoothing, Marian does
+# not; for all three padding's entry of the vocabulary is one like any other.
+TRAINING_PROVENANCE: dict[str, dict[str, Any]] = {
+    "tensor2tensor-2017": {"label_smoothing_over": "others"},
+    "fairseq": {"label_smoothing_over": "others"},
+    "marian": {"label_smoothing_over": "vocabulary"},
+}
+
 # Small models for small corpora: the dimensions of "Transformer-Tiny" (Wu et al., 2021, arXiv 2105.14462).
 SMALL: dict[str, dict[str, Any]] = {
     "tiny": {

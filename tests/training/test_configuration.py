@@ -178,6 +178,7 @@ def test_what_was_computed_with_is_not_free_on_resuming():
         "adam_beta2",
         "adam_epsilon",
         "label_smoothing",
+        "label_smoothing_over",
         "max_grad_norm",
         "seed",
         "mixed_precision",
@@ -213,6 +214,17 @@ def test_an_explicit_value_wins_over_provenance_and_that_over_the_preset(monkeyp
     assert options(provenance="marian").model_settings() == marian
     explicit = options(provenance="marian", d_model=16, dropout=0.0, attention_bias=False)
     assert explicit.model_settings() == marian | {"d_model": 16, "dropout": 0.0, "attention_bias": False}
+
+
+def test_provenance_decides_over_what_labels_are_smoothed_unless_told():
+    assert {name: options(provenance=name).smoothed_entries for name in ("paper", *PROVENANCE)} == {
+        "paper": "vocabulary",
+        "tensor2tensor-2017": "others",
+        "fairseq": "others",
+        "marian": "vocabulary",
+    }
+    for chosen in ("vocabulary", "others"):
+        assert options(provenance="fairseq", label_smoothing_over=chosen).smoothed_entries == chosen
 
 
 @pytest.mark.parametrize("preset", SIZES)

@@ -70,6 +70,15 @@ def logits_of(model, pair: dict[str, torch.Tensor]) -> torch.Tensor:
 # The step
 
 
+@pytest.mark.parametrize("entries", ["vocabulary", "others"])
+def test_labels_are_smoothed_over_the_chosen_entries(entries, make_options, tmp_path):
+    run = make_run(make_options(tmp_path, label_smoothing=0.1, label_smoothing_over=entries))
+    size = run.model.config.decoder_vocab_size
+    # Spread over all entries, the same mass leaves the label with a part of it.
+    taken = run.loss.label_smoothing * (1.0 - (1.0 / size if entries == "others" else 0.0))
+    assert taken == pytest.approx(0.1, rel=1e-12)
+
+
 def test_the_gradient_is_that_of_the_whole_update_however_it_is_cut(make_options, tmp_path, float64):
     options = make_options(tmp_path, dropout=0.0, label_smoothing=0.1)
     run = make_run(options)

@@ -344,6 +344,34 @@ def test_a_models_loss_and_gradients_are_those_of_its_logits(options, label_smoo
     assert ("lm_head.weight" in gradients) == (options.get("tie_word_embeddings") is False)
 
 
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ", ".join(options) or "default")
+def test_smoothing_over_the_other_entries_is_the_cross_entropy_with_their_distribution(options):
+    epsilon = 0.3
+    model, batch = tiny_model(**options), random_batch(LENGTHS)
+    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, use_cache=False).logits
+    expected = 0.0
+    for row, labels in zip(logits, batch["labels"], strict=True):
+        for scores, label in zip(row, labels, strict=True):
+            if label == -100:
+                continue
+            target = torch.full_like(scores, epsilon / (len(scores) - 1))
+            target[label] = 1.0 - epsilon
+            assert target.sum().item() == pytest.approx(1.0, abs=1e-12)
+            expected = expected - (target * scores.log_softmax(dim=-1)).sum()
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss, nll = SmoothedTranslationLoss(model, epsilon, "others")(**batch)
+    loss.backward()
+    assert_close(loss, expected, 1e-12)
+    over_all, same_nll = SmoothedTranslationLoss(model, epsilon)(**batch)
+    assert abs((over_all - loss).item()) > 1e-3
+    assert_close(nll, same_nll, 1e-12)
+    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    for name, parameter in model.named_parameters():
+        assert float((parameter.grad - gradients[name]).norm()) <= 1e-12 * largest, name
+
+
 def test_without_smoothing_a_tokens_mean_is_the_models_own_loss():
     model, batch = tiny_model(), random_batch(LENGTHS)
     loss, nll = SmoothedTranslationLoss(model, 0.0)(**batch)

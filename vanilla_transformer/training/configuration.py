@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from vanilla_transformer.data.corpora import ParallelText, check_language_order, check_language_suffixes
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.presets import PROVENANCE, SIZES
+from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PROVENANCE
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
@@ -100,6 +100,9 @@ class TrainingOptions:
     adam_beta2: float = option(0.98, "Adam's decay of the squared gradient's mean.")
     adam_epsilon: float = option(1e-9, "Adam's epsilon.")
     label_smoothing: float = option(0.1, "Probability mass spread over the vocabulary.")
+    label_smoothing_over: Literal["vocabulary", "others"] | None = option(
+        None, "Spread it over the whole vocabulary or over all entries but the label; default: the provenance's."
+    )
     max_grad_norm: float = option(0.0, "Clip the gradient's norm to this; 0 does not clip, as in the paper.")
     ema_decay: float = option(
         0.0,
@@ -261,6 +264,13 @@ class TrainingOptions:
         """The model's hyper-parameters that differ from the paper's base model, vocabulary size aside."""
         chosen = {name: getattr(self, name) for name in MODEL_OPTIONS if getattr(self, name) is not None}
         return {**SIZES[self.preset], **PROVENANCE.get(self.provenance, {}), **chosen}
+
+    @property
+    def smoothed_entries(self) -> Literal["vocabulary", "others"]:
+        """Over what label smoothing spreads its mass; the paper does not say, and then it is the whole vocabulary."""
+        return self.label_smoothing_over or TRAINING_PROVENANCE.get(self.provenance, {}).get(
+            "label_smoothing_over", "vocabulary"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """All options as values that JSON and YAML hold."""

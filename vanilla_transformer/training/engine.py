@@ -146,7 +146,7 @@ class TrainingRun:
         if accelerator.device.type == "cpu":
             keep_freed_memory()
         self.model = make_model(options, data.tokenizer, accelerator.device)
-        self.loss = SmoothedTranslationLoss(self.model, options.label_smoothing)
+        self.loss = SmoothedTranslationLoss(self.model, options.label_smoothing, options.smoothed_entries)
         optimizer = torch.optim.Adam(
             self.model.parameters(),
             lr=0.0,

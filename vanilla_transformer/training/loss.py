@@ -1,5 +1,7 @@
 """Label-smoothed cross-entropy, summed over target tokens, that never holds all logits at once."""
 
+from typing import Literal
+
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -15,17 +17,29 @@ class SmoothedTranslationLoss(nn.Module):
     """A translation model together with its training loss, as one module for DistributedDataParallel to wrap.
 
     The smoothed target distribution is q'(k) = (1 - epsilon) delta(k, label) + epsilon / V (§5.4; Szegedy et al.,
-    2016, §7), with the mass spread over the whole vocabulary of V entries. Padding (label -100) is excluded.
+    2016, §7), with the mass spread over the whole vocabulary of V entries. tensor2tensor and fairseq give the label
+    1 - epsilon and each of the V - 1 others epsilon / (V - 1), which is the same with epsilon V / (V - 1).
+
+    Tokens that are padding (label -100) are excluded. The vocabulary's entry of padding is one of the V, as it is in
+    tensor2tensor, fairseq and Marian; JoeyNMT and OpenNMT-py give it no mass and divide by V - 2.
 
     Args:
         model: The model.
         label_smoothing: Epsilon, in [0, 1); the paper has 0.1.
+        smoothed_entries: "vocabulary" spreads epsilon over all entries, "others" over all but the label.
     """
 
-    def __init__(self, model: VanillaTransformerForConditionalGeneration, label_smoothing: float):
+    def __init__(
+        self,
+        model: VanillaTransformerForConditionalGeneration,
+        label_smoothing: float,
+        smoothed_entries: Literal["vocabulary", "others"] = "vocabulary",
+    ):
         super().__init__()
         self.model = model
-        self.label_smoothing = label_smoothing
+        num_entries = model.lm_head.weight.shape[0]
+        share = num_entries / (num_entries - 1) if smoothed_entries == "others" else 1.0
+        self.label_smoothing = label_smoothing * share
 
     def forward(
         self,
@@ -78,7 +92,7 @@ def smoothed_cross_entropy(
         weight: Output projection [W, D].
         bias: Added to the logits [1, W], without gradient; or `None`.
         labels: Target ids [N], none of them padding.
-        label_smoothing: Epsilon, in [0, 1), spread over all W entries.
+        label_smoothing: Epsilon, spread over all W entries.
         tokens_per_slice: For how many tokens logits exist at a time. `None` means as many as have 2 ** 25 logits, a
             thousand at a vocabulary of 32,000: adding a slice's share to the gradient of the projection costs as much
             as passing over the logits of D tokens.
