@@ -1,6 +1,8 @@
+import resource
 import subprocess
 import sys
 import sysconfig
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,22 @@ def refused(call):
         return lines[0]
 
     return refused
+
+
+@pytest.fixture
+def file_limit():
+    """Within it, files cannot grow beyond a number of bytes, as on a full disk."""
+
+    @contextmanager
+    def file_limit(size: int):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return file_limit
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import json
-import resource
 import shutil
 from pathlib import Path
 
@@ -19,16 +18,12 @@ def test_evaluation_writes_what_it_prints(call, run_folder, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--output", "--translations"])
-def test_a_full_disk_leaves_what_was_there(refused, run_folder, corpus, tmp_path, write, contents, flag):
+def test_a_full_disk_leaves_what_was_there(refused, run_folder, corpus, tmp_path, write, contents, file_limit, flag):
     output = write(tmp_path / "out", "before")
     before = contents(tmp_path)
     files = ["--source", corpus[0], "--references", corpus[1]]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
+    with file_limit(10):
         line = refused("evaluate", "--model", run_folder, *files, flag, output)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large" in line
     assert contents(tmp_path) == before
 

@@ -44,3 +44,17 @@ def test_folders_that_are_no_checkpoints(refused, no_model, corpus, tmp_path):
     ):
         assert str(no_model) in refused(*arguments)
         assert not output.exists()
+
+
+@pytest.mark.parametrize("verb", ["tokenizer", "average"])
+def test_a_disk_that_fills(refused, run_folder, corpus, tmp_path, file_limit, verb):
+    arguments = {
+        "tokenizer": [*corpus, "--vocab_size", "300"],
+        "average": [run_folder, "--last", "2"],
+    }[verb]
+    # Room for what the verb writes before its largest file.
+    largest = {"tokenizer": "tokenizer.json", "average": "model.safetensors"}[verb]
+    with file_limit((run_folder / largest).stat().st_size - 1):
+        line = refused(verb, *arguments, "--output_dir", tmp_path / "out")
+    assert "File too large" in line
+    assert not list((tmp_path / "out").glob("*model*"))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -65,11 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has left; closing standard output now would complain once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM):
+    except Exception as error:
+        reason = _reason_of_disk(error)
+        if reason is None:
             raise
-        _complain(name, f"{error.strerror}: {error.filename or 'the output'}; make room or choose another folder.")
+        # Where a file is copied, the second name is that of the copy.
+        place = getattr(error, "filename2", None) or getattr(error, "filename", None) or "the output"
+        _complain(name, f"{reason}: {place}; make room or choose another folder.")
         return 1
+
+
+def _reason_of_disk(error: Exception) -> str | None:
+    """What keeps a file from being written, or `None` if the error is of another kind."""
+    number = getattr(error, "errno", None)
+    # tokenizers and safetensors tell the system's errors in words.
+    if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(told[1])
+    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM)
+    return os.strerror(number) if number in refusals else None
 
 
 class _UsageError(UserError):

@@ -64,8 +64,11 @@ def average_checkpoints(checkpoints: Sequence[Path], output_dir: Path, *, moving
         if (checkpoints[-1] / name).exists():
             shutil.copyfile(checkpoints[-1] / name, output_dir / name)
     partial = output_dir / f"partial-{WEIGHTS}"
-    save_file(mean, partial, metadata={"format": "pt"})
-    partial.replace(output_dir / WEIGHTS)
+    try:
+        save_file(mean, partial, metadata={"format": "pt"})
+        partial.replace(output_dir / WEIGHTS)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
