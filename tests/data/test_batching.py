@@ -1,3 +1,4 @@
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -141,6 +142,46 @@ def test_updates_hold_the_batches_in_order_and_count_their_target_tokens():
             assert update.num_target_tokens == sum(targets[pair] for batch in update.batches for pair in batch)
         assert sum(update.num_target_tokens for update in updates) == sum(targets)
     assert short > 0
+
+
+def test_batches_and_updates_are_sequences():
+    plan = random_plan(7)
+    batches, updates = plan.batches(1), plan.updates(1)
+    listed = as_lists(batches)
+    assert as_lists(batches[::-1]) == listed[::-1] and as_lists(batches[1::3]) == listed[1::3]
+    assert batches[-1].tolist() == listed[-1]
+    assert as_lists(updates[-1].batches) == as_lists(updates[len(updates) - 1].batches)
+    for sequence in (batches, updates):
+        with pytest.raises(IndexError):
+            sequence[len(sequence)]
+
+
+def test_pairs_are_sorted_as_two_keys_sort_them():
+    for seed in range(30):
+        plan = random_plan(seed)
+        pairs = np.random.default_rng((seed, 2)).permutation(len(plan.source_lengths))
+        expected = np.random.default_rng((seed, 2)).permutation(len(plan.source_lengths))
+        source, target = plan.source_lengths[expected], plan.target_lengths[expected]
+        expected = expected[np.lexsort((np.where(target % 2 == 0, source, -source), target))]
+        plan._sort(pairs)
+        assert pairs.tolist() == expected.tolist()
+
+
+def test_lengths_and_two_epochs_take_at_most_32_bytes_a_pair():
+    number = 400_000
+    lengths = realistic_lengths(number)
+    # The blocks of the sorting and the imports do not grow with the corpus.
+    TokenBatches(*(side[:1000] for side in lengths), tokens_per_batch=4096).updates(0)
+    tracemalloc.start()
+    try:
+        plan = TokenBatches(*(side.copy() for side in lengths), tokens_per_batch=4096, batches_per_update=6)
+        epochs = [plan.updates(epoch) for epoch in range(2)]
+        assert sum(sum(map(len, update.batches)) for update in epochs[1]) == number
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 * number
+    assert peak > 12 * number
 
 
 def test_a_process_beyond_the_batches_gets_none():
