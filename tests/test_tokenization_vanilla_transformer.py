@@ -339,3 +339,61 @@ def test_special_names_in_the_corpus_are_learnt_as_text():
     tokenizer = VanillaTransformerTokenizer.train_from_iterator(["</s> <mask>"] * 50, 266)
     assert_round_trip(tokenizer, "</s> <mask>")
     assert len(tokenizer("</s>")["input_ids"]) < len(VanillaTransformerTokenizer()("</s>")["input_ids"])
+
+
+# Language tags
+
+
+@pytest.fixture
+def tagged():
+    return VanillaTransformerTokenizer.train_from_iterator(
+        ["hello world", "hallo welt"] * 3, 270, languages=["de", "fr"]
+    )
+
+
+def test_tags_stand_behind_the_other_entries(tagged):
+    assert len(tagged) == 270 and tagged.language_tags == {"de": 268, "fr": 269}
+    plain = VanillaTransformerTokenizer.train_from_iterator(["hello world", "hallo welt"] * 3, 268)
+    assert tagged("hello welt") == plain("hello welt") and plain.language_tags == {}
+
+
+def test_sources_have_the_tag_of_the_language_and_targets_have_none(tagged):
+    plain = tagged("a", text_target="b")
+    tagged.tgt_lang = "fr"
+    assert tagged("a", text_target="b") == {**plain, "input_ids": [269, 69, 2], "attention_mask": [1, 1, 1]}
+    assert tagged("a", text_target="b")["labels"] == [70, 2]
+    assert tagged(["a", "b"])["input_ids"] == [[269, 69, 2], [269, 70, 2]]
+    assert tagged.decode(tagged("a")["input_ids"], skip_special_tokens=True) == "a"
+    tagged.tgt_lang = None
+    assert tagged("a", text_target="b") == plain
+
+
+def test_a_tag_written_in_a_text_stays_text(tagged):
+    text = "<2de> hello <2fr>"
+    for language in (None, "de"):
+        tagged.tgt_lang = language
+        ids = tagged(text)["input_ids"]
+        assert not set(ids[1:]) & set(tagged.language_tags.values())
+        assert (ids[0] == 268) == (language == "de")
+        assert tagged.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("language", [None, "fr"])
+def test_tags_and_language_survive_saving(tagged, tmp_path, language):
+    tagged.tgt_lang = language
+    tagged.save_pretrained(tmp_path)
+    reloaded = VanillaTransformerTokenizer.from_pretrained(tmp_path)
+    assert (reloaded.tgt_lang, reloaded.language_tags) == (language, tagged.language_tags)
+    for _ in range(2):
+        assert reloaded("hello <2de>", text_target="b") == tagged("hello <2de>", text_target="b")
+        assert reloaded.add_eos_token
+        reloaded.tgt_lang = tagged.tgt_lang = "de"
+
+
+def test_a_language_without_a_tag_is_refused(tagged):
+    with pytest.raises(ValueError, match="`tgt_lang` is 'it', but the vocabulary has tags for de, fr; use one"):
+        tagged.tgt_lang = "it"
+    with pytest.raises(ValueError, match="the vocabulary has tags for none"):
+        VanillaTransformerTokenizer().tgt_lang = "de"
+    with pytest.raises(ValueError, match=r"must be at least 263, which is 7 special tokens and 256 bytes"):
+        VanillaTransformerTokenizer.train_from_iterator(["a"], 262, languages=["de", "fr"])

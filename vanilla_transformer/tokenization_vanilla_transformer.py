@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -18,6 +18,9 @@ class VanillaTransformerTokenizer(TokenizersBackend):
     Ids 0 to 4 are `<pad>`, `<s>`, `</s>`, `<unk>` and `<mask>`, the next 256 are the bytes. A text ends with `</s>`.
     The special tokens' names inside a text stay text.
 
+    A vocabulary may have tags such as `<2de>`, one for each target language, behind its other entries. While
+    `tgt_lang` names a language, sources begin with its tag (Johnson et al., 2017).
+
     Args:
         vocab: Mapping of tokens to ids; `None` means the special tokens and the 256 bytes.
         merges: Pairs of tokens in the order in which they were learned.
@@ -28,6 +31,7 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         mask_token: Stands for a hidden token in masked language modelling.
         add_eos_token: Whether `</s>` is appended to every text. `None` means yes, or what was saved with a vocabulary.
         split_special_tokens: Whether special tokens' names inside a text stay text.
+        tgt_lang: Code of the language whose tag sources begin with; `None` for no tag.
         **kwargs: Options that every `TokenizersBackend` has.
 
     Example:
@@ -55,6 +59,7 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         mask_token: str = "<mask>",
         add_eos_token: bool | None = None,
         split_special_tokens: bool = True,
+        tgt_lang: str | None = None,
         **kwargs,
     ):
         if vocab is None:
@@ -69,7 +74,9 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         is_reloaded = kwargs.get("post_processor") is not None
         if add_eos_token is not None or not is_reloaded:
             kwargs["add_eos_token"] = True if add_eos_token is None else add_eos_token
+        self._tgt_lang: str | None = None
         super().__init__(
+            tgt_lang=tgt_lang,
             pad_token=pad_token,
             bos_token=bos_token,
             eos_token=eos_token,
@@ -79,11 +86,60 @@ class VanillaTransformerTokenizer(TokenizersBackend):
             **kwargs,
         )
         if "add_eos_token" not in kwargs:
-            self._add_eos_token = self._tokenizer.encode("").ids == [self.eos_token_id]
+            # The language's tag may stand before it.
+            self._add_eos_token = self._tokenizer.encode("").ids[-1:] == [self.eos_token_id]
+        if tgt_lang is not None:
+            self.tgt_lang = tgt_lang
+
+    @property
+    def language_tags(self) -> dict[str, int]:
+        """Ids of the tags, by the languages that they name."""
+        return {token[2:-1]: index for token, index in self.get_added_vocab().items() if token.startswith("<2")}
+
+    @property
+    def tgt_lang(self) -> str | None:
+        """Code of the language whose tag sources begin with, or `None`.
+
+        Raises:
+            ValueError: On setting a language for which the vocabulary has no tag.
+        """
+        return self._tgt_lang
+
+    @tgt_lang.setter
+    def tgt_lang(self, language: str | None) -> None:
+        if language is not None and language not in self.language_tags:
+            known = ", ".join(self.language_tags) or "none"
+            raise ValueError(f"`tgt_lang` is {language!r}, but the vocabulary has tags for {known}; use one of these.")
+        self._tgt_lang = language
+        self.update_post_processor()
+        self._switch_to_input_mode()
+
+    def _switch_to_input_mode(self) -> None:
+        """Begin texts with the tag; transformers calls this before it encodes sources."""
+        if self._tgt_lang is not None:
+            tag, eos = f"<2{self._tgt_lang}>", self.eos_token
+            ends = [eos] if self.add_eos_token else []
+            starts = [tag, self.bos_token] if self.add_bos_token else [tag]
+            self._tokenizer.post_processor = processors.TemplateProcessing(
+                single=[*starts, "$A", *ends],
+                pair=[*starts, "$A", *ends, "$B", *ends],
+                special_tokens=[(token, self.convert_tokens_to_ids(token)) for token in (*starts, *ends)],
+            )
+
+    def _switch_to_target_mode(self) -> None:
+        """Leave out the tag; transformers calls this before it encodes targets."""
+        if self._tgt_lang is not None:
+            self.update_post_processor()
 
     @classmethod
     def train_from_iterator(
-        cls, texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, show_progress: bool = False
+        cls,
+        texts: Iterable[str],
+        vocab_size: int,
+        *,
+        min_frequency: int = 2,
+        show_progress: bool = False,
+        languages: Sequence[str] = (),
     ) -> "VanillaTransformerTokenizer":
         """Learn a vocabulary from texts of both languages; memory grows with the number of distinct words only.
 
@@ -92,6 +148,7 @@ class VanillaTransformerTokenizer(TokenizersBackend):
             vocab_size: Number of entries, special tokens and 256 bytes included; at least 261.
             min_frequency: How often a pair must occur to be merged, at least 1.
             show_progress: Whether `tokenizers` draws its progress bars.
+            languages: Codes of target languages that get a tag each, counted in `vocab_size`.
 
         Returns:
             A tokenizer of exactly `vocab_size` entries.
@@ -99,16 +156,19 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         Raises:
             ValueError: `vocab_size` is too small, or larger than these texts allow.
         """
-        if vocab_size < SMALLEST_VOCABULARY:
+        if vocab_size < SMALLEST_VOCABULARY + len(languages):
             raise ValueError(
-                f"`vocab_size` is {vocab_size}; it must be at least {SMALLEST_VOCABULARY}, which is "
-                f"{len(SPECIAL_TOKENS)} special tokens and 256 bytes."
+                f"`vocab_size` is {vocab_size}; it must be at least {SMALLEST_VOCABULARY + len(languages)}, which is "
+                f"{len(SPECIAL_TOKENS) + len(languages)} special tokens and 256 bytes."
             )
         if min_frequency < 1:
             raise ValueError(f"`min_frequency` is {min_frequency}; it must be at least 1.")
         tokenizer = cls().train_new_from_iterator(
-            texts, vocab_size, min_frequency=min_frequency, show_progress=show_progress
+            texts, vocab_size - len(languages), min_frequency=min_frequency, show_progress=show_progress
         )
+        tags = [AddedToken(f"<2{language}>", special=True, normalized=False) for language in languages]
+        if tags:
+            tokenizer.add_special_tokens({"extra_special_tokens": tags})
         if len(tokenizer) < vocab_size:
             raise ValueError(
                 f"`vocab_size` is {vocab_size}, but the corpus allows only {len(tokenizer)} entries with "
