@@ -1,3 +1,4 @@
+import gzip
 import os
 import random
 from contextlib import contextmanager
@@ -106,6 +107,29 @@ def test_columns_of_two_files_are_a_contradiction(tmp_path):
 def test_parallel_text_is_one_file_or_two(tmp_path, number):
     with pytest.raises(UserError, match=f"given as {number} files"):
         ParallelText((tmp_path / "a",) * number)
+
+
+def test_a_third_column_can_name_each_pairs_language(tmp_path):
+    text = table(tmp_path, b"a\tde\tb\nc\tfr\td\ne\tf\n", (1, 3))
+    text = ParallelText(text.files, (1, 3), 2)
+    rejections = Rejections("drop")
+    assert list(text.tagged_pairs(rejections)) == [(1, "a", "b", "de"), (2, "c", "d", "fr")]
+    assert list(text.pairs(rejections)) == [(1, "a", "b"), (2, "c", "d")]
+    for columns, language in (((1, 3), 3), ((1, 3), 0), (None, 2)):
+        with pytest.raises(UserError, match=f"--language_column is {language}; .* third column"):
+            ParallelText(text.files, columns, language)
+
+
+def test_compressed_files_are_read_as_they_were(tmp_path):
+    text = two_files(tmp_path, b"one\ntwo\n", b"eins\nzwei\n")
+    files = tuple(path.with_name(f"{path.name}.gz") for path in text.files)
+    for path, compressed in zip(text.files, files, strict=True):
+        compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert ParallelText(files).check_lines() == 2 and read(ParallelText(files)) == read(text)
+    for content in (b"one\ntwo\n", files[0].read_bytes()[:-9]):
+        files[0].write_bytes(content)
+        with pytest.raises(UserError, match=r"train.source.gz cannot be decompressed \(.*\); compress it again"):
+            ParallelText(files).check_lines()
 
 
 # Line ends and encodings

@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import random
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,33 @@ def test_blocks_of_which_no_pair_is_left_are_no_obstacle(tmp_path, tokenizer):
     assert ids_of(corpus) == [tuple(tokenizer(side)["input_ids"] for side in pair) for pair in lines[-2:]]
     assert corpus.source_lengths.tolist() == [2, 2]
     assert [row.tolist() for row in corpus.rows(np.array([1, 0]))[0]] == [ids for ids, _ in reversed(ids_of(corpus))]
+
+
+# Language tags
+
+
+def test_sources_begin_with_the_tag_of_their_targets_language(tmp_path):
+    lines = ["one\teins\tde", "one\tun\tfr", "<2de> one\tun\tfr", "two\tdue\tit", "two\tdeux\t "]
+    path = tmp_path / "train.tsv"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    text = ParallelText((path,), (1, 2), 3)
+    tokenizer = VanillaTransformerTokenizer.train_from_iterator(lines, 265, languages=["de", "fr"])
+    tags, cache = tokenizer.language_tags, tmp_path / "cache"
+    plain = encode(text, tokenizer, cache, max_length=64)
+    tagged = encode(text, tokenizer, cache, max_length=64, language_tags=True, target_language="de")
+    expected = [
+        ([tags[language], *source], target)
+        for (source, target), language in zip(ids_of(plain), ["de", "fr", "fr", None, "de"], strict=True)
+        if language
+    ]
+    assert ids_of(tagged) == expected and tags["de"] not in expected[2][0]
+    assert tagged.report["first_dropped"] == {
+        "the vocabulary has no tag for the target's language": f"{text.place(4)} in it"
+    }
+    assert encode(text, tokenizer, cache, max_length=64, language_tags=True).report["pairs_kept"] == 3
+    longest = len(ids_of(plain)[2][0])
+    shorter = encode(text, tokenizer, cache, max_length=longest, language_tags=True, target_language="de")
+    assert ids_of(shorter) == expected[:2] + expected[3:]
 
 
 # What is kept
@@ -335,6 +363,23 @@ def test_ids_stay_on_the_disk(tmp_path, tokenizer):
     assert len(rows) == 8
 
 
+def test_encoding_holds_a_block_of_pairs_however_many_there_are(tmp_path, tokenizer):
+    peaks = []
+    for number in (4000, 16_000):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = two_files(folder, [(f"source sentence {line}", f"target {line}") for line in range(number)])
+        gc.collect()
+        tracemalloc.start()
+        try:
+            corpus = encode(text, tokenizer, folder / "cache", max_length=64)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert len(corpus) == number
+    assert peaks[1] - peaks[0] < 12_000 * 32
+
+
 # Text for the vocabulary
 
 
@@ -343,3 +388,13 @@ def test_the_vocabulary_sees_both_sides_of_every_usable_pair(tmp_path):
     assert list(iterate_texts(text)) == ["one", "eins", "three", "drei"]
     with pytest.raises(UserError, match="line 2: the source is empty"):
         list(iterate_texts(text, "refuse"))
+
+
+@pytest.mark.parametrize("number", [1, 7, 50, 99, 100, 1000])
+def test_the_vocabulary_sees_evenly_spaced_pairs_of_more_text_than_it_wants(tmp_path, number):
+    text = two_files(tmp_path, [(f"s{line}", f"t{line}") for line in range(100)])
+    texts = list(iterate_texts(text, num_pairs=number))
+    lines = [int(source[1:]) for source in texts[::2]]
+    assert texts[1::2] == [f"t{line}" for line in lines] and len(lines) == min(number, 100)
+    steps = np.diff([-1, *lines])
+    assert steps.max() - steps.min() <= 1 and lines[-1] == 99

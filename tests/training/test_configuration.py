@@ -52,6 +52,7 @@ def test_the_defaults_are_the_papers_and_pass():
 
 AT_LEAST_ONE = (
     "min_frequency",
+    "vocabulary_pairs",
     "max_updates",
     "tokens_per_batch",
     "tokens_per_update",
@@ -124,6 +125,32 @@ def test_values_at_the_edge_of_their_range_pass(values):
 def test_training_text_must_be_named():
     with pytest.raises(UserError, match="No training text was given; name it with --train_files SOURCE TARGET"):
         TrainingOptions().check()
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"dataset": "x"}, "Both --train_files and --dataset were given"),
+        ({"dataset_config": "x"}, "--dataset_config was given without --dataset"),
+        ({"dataset_revision": "x"}, "--dataset_revision was given without --dataset"),
+        ({"valid_split": "x"}, "--valid_split was given without --dataset"),
+        (
+            {"train_files": (), "dataset": "x", "valid_split": "x", "valid_files": FILES},
+            "Both --valid_files and --valid_split were given",
+        ),
+        ({"language_column": "to"}, "--language_column was given without --language_tags"),
+        ({"language_tags": True}, "--language_tags was given without a language; name it with --target_language"),
+    ],
+)
+def test_sources_that_contradict_each_other_are_refused(values, sentence):
+    with pytest.raises(UserError, match=sentence):
+        options(**values).check()
+
+
+def test_a_data_set_needs_no_files():
+    options(train_files=(), dataset="x", valid_split="validation").check()
+    options(train_files=(), dataset="x", valid_files=FILES).check()
+    options(language_tags=True, target_language="de").check()
 
 
 def test_a_batch_must_hold_the_longest_sentence():

@@ -1,8 +1,10 @@
+import gzip
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerTokenizer
@@ -150,6 +152,93 @@ def test_a_given_tokenizer_is_used_as_it_is(tmp_path, tokenizer_folder):
     data = prepare(options(tokenizer=tokenizer_folder), tmp_path)
     assert fingerprint_of_tokenizer(data.tokenizer) == fingerprint_of_tokenizer(VanillaTransformerTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == [data.train.fingerprint]
+
+
+# Other sources
+
+
+def json_lines(folder: Path, **more) -> tuple[Path]:
+    sides = [path.read_text(encoding="utf-8").splitlines() for path in SENTENCES]
+    path = folder / "train.jsonl"
+    lines = [json.dumps({"en": source, "de": target, **more}) for source, target in zip(*sides, strict=True)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return (path,)
+
+
+def test_the_same_pairs_are_the_same_ids_from_every_source(tmp_path, tokenizer_folder):
+    (path,) = json_lines(tmp_path)
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    table, memory = tmp_path / "train.tsv", tmp_path / "train.tmx.gz"
+    table.write_text("".join(f"{row['de']}\t{row['en']}\n" for row in records), encoding="utf-8")
+    units = (
+        "".join(f'<tuv xml:lang="{code}"><seg><![CDATA[{text}]]></seg></tuv>' for code, text in row.items())
+        for row in records
+    )
+    body = "".join(f"<tu>{unit}</tu>" for unit in units)
+    memory.write_bytes(gzip.compress(f"<tmx><body>{body}</body></tmx>".encode()))
+    Dataset.from_list(records).save_to_disk(tmp_path / "saved")
+    languages = {"source_language": "en", "target_language": "de"}
+    sources = [
+        {},
+        {"train_files": (path,), **languages},
+        {"train_files": (path,), "pair_keys": ("en", "de")},
+        {"train_files": (table,), "tsv_columns": (2, 1)},
+        {"train_files": (memory,), **languages},
+        {"train_files": (), "dataset": str(tmp_path / "saved"), **languages},
+    ]
+    corpora = [prepare(options(tokenizer=tokenizer_folder, **values), tmp_path / "cache").train for values in sources]
+    assert len(corpora[0]) == len(records)
+    assert all(corpus.dataset[:] == corpora[0].dataset[:] for corpus in corpora)
+
+
+@pytest.mark.parametrize(
+    ("files", "values", "sentence"),
+    [
+        (("a.jsonl", "b.jsonl"), {}, "a.jsonl holds both sides of its pairs; give it alone"),
+        (("a.jsonl.gz",), {"tsv_columns": (1, 2)}, "--tsv_columns was given with .*, which is not tab-separated"),
+        (("a.tmx",), {}, "a.tmx holds several languages; name two with --source_language, --target_language"),
+        (("a.tsv",), {"pair_keys": ("a", "b")}, "--pair_keys was given with .*a.tsv; it applies to JSON lines"),
+        (("a.tsv",), {"language_column": "x"}, "--language_column is x; in a tab-separated file it is the number"),
+        (("a.tmx",), {"language_column": "x"}, "a TMX file has --target_language only"),
+    ],
+)
+def test_options_that_a_kind_of_file_does_not_have_are_refused(tmp_path, files, values, sentence):
+    for name in files:
+        (tmp_path / name).write_bytes(b"x\n")
+    with pytest.raises(UserError, match=sentence):
+        check_texts(options(train_files=tuple(tmp_path / name for name in files), **values))
+
+
+def test_validation_text_may_be_a_split(tmp_path, tokenizer_folder):
+    records = [json.loads(line) for line in json_lines(tmp_path)[0].read_text(encoding="utf-8").splitlines()]
+    parts = {"train": records[:30], "test": records[30:]}
+    DatasetDict({name: Dataset.from_list(part) for name, part in parts.items()}).save_to_disk(tmp_path / "data")
+    values = {"train_files": (), "dataset": str(tmp_path / "data"), "pair_keys": ("en", "de"), "valid_split": "test"}
+    data = prepare(options(tokenizer=tokenizer_folder, **values), tmp_path / "cache")
+    assert (len(data.train), len(data.valid)) == (30, len(records) - 30)
+
+
+def test_a_vocabulary_of_tagged_text_has_its_languages_tags(tmp_path, tokenizer_folder):
+    (path,) = json_lines(tmp_path, to="de")
+    path.write_text(path.read_text(encoding="utf-8").replace('"to": "de"', '"to": "fr"', 3), encoding="utf-8")
+    values = {"train_files": (path,), "pair_keys": ("en", "de"), "language_tags": True}
+    data = prepare(options(**values, language_column="to"), tmp_path / "cache")
+    tags = data.tokenizer.language_tags
+    assert list(tags) == ["de", "fr"] and len(data.tokenizer) == 300
+    assert [row[0] for row in data.train.dataset["input_ids"]][:4] == [tags[code] for code in ("fr", "fr", "fr", "de")]
+    assert data.tokenizer.tgt_lang is None
+    data = prepare(options(**values, target_language="de"), tmp_path / "cache")
+    assert list(data.tokenizer.language_tags) == ["de"] and data.tokenizer.tgt_lang == "de"
+    assert (
+        data.train.dataset[0]["input_ids"]
+        == data.tokenizer(json.loads(path.read_text(encoding="utf-8").splitlines()[0])["en"])["input_ids"]
+    )
+    # What was saved with a language begins with one tag, not two.
+    data.tokenizer.save_pretrained(tmp_path / "tagged")
+    again = prepare(options(**values, target_language="de", tokenizer=tmp_path / "tagged"), tmp_path / "cache")
+    assert again.train.fingerprint == data.train.fingerprint
+    with pytest.raises(UserError, match="has no language tags; train the vocabulary with --language_tags"):
+        prepare(options(**values, target_language="de", tokenizer=tokenizer_folder), tmp_path / "cache")
 
 
 # Tokenizers that cannot be used

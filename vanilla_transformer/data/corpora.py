@@ -1,12 +1,16 @@
 """Parallel text from files, with checks that name the file and the line."""
 
+import gzip
+import hashlib
 import re
+import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 from vanilla_transformer.errors import UserError
 
@@ -46,34 +50,124 @@ class Rejections:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelText:
-    """Sentence pairs in UTF-8: one text file per language, line N beside line N, or one tab-separated file.
+class Pair(NamedTuple):
+    """A sentence pair.
 
     Args:
-        files: Source file and target file, or a single tab-separated file.
-        columns: Numbers, from 1 on, of the source's and the target's column; for a tab-separated file only. `None`
-            means that it has exactly two columns, source first.
-
-    Raises:
-        UserError: A file is missing, a folder or unreadable, or the arguments contradict each other.
+        number: Line, record or unit that it stands in, from 1 on.
+        source: Source text.
+        target: Target text.
+        language: Code of the target's language, if the text has one for each pair.
     """
 
-    files: tuple[Path, ...]
-    columns: tuple[int, int] | None = None
+    number: int
+    source: str
+    target: str
+    language: str | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.files) not in (1, 2):
-            raise UserError(
-                f"Parallel text was given as {len(self.files)} files; give a source and a target file, or one "
-                "tab-separated file."
-            )
-        if self.columns is not None and len(self.files) == 2:
-            raise UserError("--tsv_columns was given with two files; it applies to one tab-separated file.")
-        if self.columns is not None and (min(self.columns) < 1 or self.columns[0] == self.columns[1]):
-            raise UserError(
-                f"--tsv_columns is {self.columns[0]} {self.columns[1]}; give two different column numbers from 1 on."
-            )
+
+class PairSource(ABC):
+    """Sentence pairs, read one at a time from wherever they are kept.
+
+    Attributes:
+        names: Names of the files, or of the data set.
+        files: The files, if there are any.
+        unit: What a pair is called in messages: a line, a record.
+    """
+
+    names: tuple[str, ...]
+    files: tuple[Path, ...]
+    unit = "line"
+
+    @abstractmethod
+    def check_lines(self) -> int | None:
+        """Count the pairs, usable or not, and refuse text that cannot be read.
+
+        Returns:
+            The number of pairs; `None` if only reading all of a stream would tell.
+
+        Raises:
+            UserError: There is none, or the text is damaged.
+        """
+
+    @abstractmethod
+    def digests(self) -> Iterator[bytes]:
+        """Digests of the content, which tell one text from another."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> object:
+        """The options that decide what is read from the content, as JSON holds them."""
+
+    @abstractmethod
+    def read(self, rejections: Rejections) -> Iterator[Pair]:
+        """Read the pairs as they stand there, empty sides included; what is no pair goes to `rejections`."""
+
+    def tagged_pairs(self, rejections: Rejections) -> Iterator[Pair]:
+        """Read the pairs one at a time, with the target's language.
+
+        Args:
+            rejections: Receives what is no pair, not UTF-8 or has an empty side.
+
+        Returns:
+            Pairs without surrounding white space.
+
+        Raises:
+            UserError: A pair is unusable and the policy is to refuse.
+        """
+        return self.usable(self.read(rejections), rejections)
+
+    def usable(self, pairs: Iterable[Pair], rejections: Rejections) -> Iterator[Pair]:
+        """Strip pairs of surrounding white space, and leave out those with an empty side."""
+        for pair in pairs:
+            source, target = pair.source.strip(), pair.target.strip()
+            if source and target:
+                yield Pair(pair.number, source, target, pair.language)
+            else:
+                rejections.add(f"the {'target' if source else 'source'} is empty", self.place(pair.number))
+
+    def pairs(self, rejections: Rejections) -> Iterator[tuple[int, str, str]]:
+        """Read the pairs one at a time.
+
+        Args:
+            rejections: As for `tagged_pairs`.
+
+        Returns:
+            Number from 1 on, source and target, without surrounding white space.
+
+        Raises:
+            UserError: As for `tagged_pairs`.
+        """
+        return (pair[:3] for pair in self.tagged_pairs(rejections))
+
+    def place(self, number: int) -> str:
+        """Name line `number`, as error messages do."""
+        return f"{self}, {self.unit} {number:,}"
+
+    def __str__(self) -> str:
+        return " / ".join(self.names)
+
+
+class FileSource(PairSource):
+    """Sentence pairs in files, which may be compressed with gzip if their names end in `.gz`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Paths of the files."""
+        return tuple(str(path) for path in self.files)
+
+    def digests(self) -> Iterator[bytes]:
+        """SHA-256 of each file."""
+        for path in self.files:
+            with path.open("rb") as file:
+                yield hashlib.file_digest(file, "sha256").digest()
+
+    def check_files(self) -> None:
+        """Refuse files that are missing, folders or unreadable.
+
+        Raises:
+            UserError: As said.
+        """
         for path in self.files:
             try:
                 if path.is_dir():
@@ -87,14 +181,7 @@ class ParallelText:
                 raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
 
     def check_lines(self) -> int:
-        """Count the pairs.
-
-        Returns:
-            The number of lines.
-
-        Raises:
-            UserError: A file is empty, or the two files have different numbers of lines.
-        """
+        """Count the lines, as `PairSource.check_lines` says; files that stand side by side must have equally many."""
         counts = [_count_lines(path) for path in self.files]
         for path, count in zip(self.files, counts, strict=True):
             if count == 0:
@@ -106,37 +193,59 @@ class ParallelText:
             )
         return counts[0]
 
-    def pairs(self, rejections: Rejections) -> Iterator[tuple[int, str, str]]:
-        """Read the pairs one at a time.
 
-        Args:
-            rejections: Receives lines that are not UTF-8, have empty sides or too few or many columns.
+@dataclass(frozen=True)
+class ParallelText(FileSource):
+    """Sentence pairs in UTF-8: one text file per language, line N beside line N, or one tab-separated file.
 
-        Yields:
-            Line number from 1 on, source and target, without surrounding white space.
+    Args:
+        files: Source file and target file, or a single tab-separated file.
+        columns: Numbers, from 1 on, of the source's and the target's column; for a tab-separated file only. `None`
+            means that it has exactly two columns, source first.
+        language_column: Number of the column with the code of the target's language, beside `columns`.
 
-        Raises:
-            UserError: A line is unusable and the policy is to refuse.
-        """
-        with self.files[0].open("rb") as first, self.files[-1].open("rb") as second:
+    Raises:
+        UserError: A file is missing, a folder or unreadable, or the arguments contradict each other.
+    """
+
+    files: tuple[Path, ...]
+    columns: tuple[int, int] | None = None
+    language_column: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.files) not in (1, 2):
+            raise UserError(
+                f"Parallel text was given as {len(self.files)} files; give a source and a target file, or one "
+                "tab-separated file."
+            )
+        if self.columns is not None and len(self.files) == 2:
+            raise UserError("--tsv_columns was given with two files; it applies to one tab-separated file.")
+        if self.columns is not None and (min(self.columns) < 1 or self.columns[0] == self.columns[1]):
+            raise UserError(
+                f"--tsv_columns is {self.columns[0]} {self.columns[1]}; give two different column numbers from 1 on."
+            )
+        if self.language_column is not None and (self.columns is None or self.language_column in (0, *self.columns)):
+            raise UserError(
+                f"--language_column is {self.language_column}; in a tab-separated file it is the number of a third "
+                "column, from 1 on, beside two --tsv_columns."
+            )
+        self.check_files()
+
+    @property
+    def layout(self) -> object:
+        """The columns, if they were chosen."""
+        return self.columns if self.language_column is None else [self.columns, self.language_column]
+
+    def read(self, rejections: Rejections) -> Iterator[Pair]:
+        """Read the lines as they stand there."""
+        with open_file(self.files[0]) as first, open_file(self.files[-1]) as second:
             lines = zip(first, second, strict=True) if len(self.files) == 2 else ((line,) for line in first)
             for number, raw in enumerate(lines, start=1):
                 sides = self._sides(number, raw, rejections)
-                if sides is None:
-                    continue
-                source, target = (side.strip() for side in sides)
-                for side, name in ((source, "source"), (target, "target")):
-                    if not side:
-                        rejections.add(f"the {name} is empty", self.place(number))
-                        break
-                else:
-                    yield number, source, target
+                if sides is not None:
+                    yield Pair(number, *sides)
 
-    def place(self, number: int) -> str:
-        """Name line `number`, as error messages do."""
-        return f"{' / '.join(str(path) for path in self.files)}, line {number:,}"
-
-    def _sides(self, number: int, raw: tuple[bytes, ...], rejections: Rejections) -> tuple[str, str] | None:
+    def _sides(self, number: int, raw: tuple[bytes, ...], rejections: Rejections) -> tuple[str, ...] | None:
         """Decode a line, and split it if it is tab-separated; `None` if that fails."""
         texts = []
         for path, line in zip(self.files, raw, strict=True):
@@ -158,8 +267,9 @@ class ParallelText:
                 f"{self.place(number)} with {len(cells)} columns",
             )
             return None
-        if len(cells) >= max(self.columns):
-            return cells[self.columns[0] - 1], cells[self.columns[1] - 1]
+        wanted = self.columns if self.language_column is None else (*self.columns, self.language_column)
+        if len(cells) >= max(wanted):
+            return tuple(cells[column - 1].strip() for column in wanted)
         rejections.add(
             "a tab-separated line lacks a column that --tsv_columns names",
             f"{self.place(number)} with {len(cells)} columns",
@@ -167,7 +277,7 @@ class ParallelText:
         return None
 
 
-def check_language_order(train: ParallelText, valid: ParallelText, *, num_pairs: int = 2000) -> None:
+def check_language_order(train: PairSource, valid: PairSource, *, num_pairs: int = 2000) -> None:
     """Refuse training and validation text whose languages stand in opposite order.
 
     Compares the words of each side: the training source must look more like the validation source than like the
@@ -186,13 +296,12 @@ def check_language_order(train: ParallelText, valid: ParallelText, *, num_pairs:
     crossed = [_overlap(train_sides[side], valid_sides[1 - side]) for side in (0, 1)]
     if all(cross > 1.5 * same for cross, same in zip(crossed, straight, strict=True)):
         raise UserError(
-            f"The languages of {' / '.join(map(str, train.files))} and {' / '.join(map(str, valid.files))} stand in "
-            "opposite order: the source side of the one looks like the target side of the other; exchange the files "
-            "(or the --tsv_columns) of one of them."
+            f"The languages of {train} and {valid} stand in opposite order: the source side of the one looks like the "
+            "target side of the other; exchange the files (or the --tsv_columns) of one of them."
         )
 
 
-def check_language_suffixes(text: ParallelText, source_language: str | None, target_language: str | None) -> None:
+def check_language_suffixes(text: PairSource, source_language: str | None, target_language: str | None) -> None:
     """Refuse files whose names contradict the languages that were declared.
 
     Args:
@@ -205,7 +314,7 @@ def check_language_suffixes(text: ParallelText, source_language: str | None, tar
     """
     if len(text.files) != 2 or source_language is None or target_language is None:
         return
-    suffixes = [path.suffix.removeprefix(".").lower() for path in text.files]
+    suffixes = [Path(path.name.removesuffix(".gz")).suffix.removeprefix(".").lower() for path in text.files]
     if suffixes[0] == target_language.lower() or suffixes[1] == source_language.lower():
         raise UserError(
             f"{text.files[0]} is given as the source and {text.files[1]} as the target, but the languages are "
@@ -213,17 +322,41 @@ def check_language_suffixes(text: ParallelText, source_language: str | None, tar
         )
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading, through gzip if its name ends in `.gz`."""
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Read a file in blocks.
+
+    Args:
+        path: File, compressed if its name ends in `.gz`.
+
+    Yields:
+        The content, a mebibyte at a time.
+
+    Raises:
+        UserError: It is not compressed, or damaged, though its name ends in `.gz`.
+    """
+    try:
+        with open_file(path) as file:
+            while block := file.read(1 << 20):
+                yield block
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be decompressed ({error}); compress it again with gzip.") from error
+
+
 def _count_lines(path: Path) -> int:
     """Number of lines; a last line without an end counts."""
     count, last = 0, b"\n"
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            count += block.count(b"\n")
-            last = block[-1:]
+    for block in read_blocks(path):
+        count += block.count(b"\n")
+        last = block[-1:]
     return count + (last != b"\n")
 
 
-def _word_frequencies(text: ParallelText, num_pairs: int) -> tuple[Counter[str], Counter[str]]:
+def _word_frequencies(text: PairSource, num_pairs: int) -> tuple[Counter[str], Counter[str]]:
     """Relative frequencies of the words of both sides of the first pairs."""
     counts = (Counter(), Counter())
     for _, *sides in islice(text.pairs(Rejections("drop")), num_pairs):

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -17,13 +18,16 @@ from transformers import PreTrainedTokenizerBase
 
 from vanilla_transformer.errors import UserError
 
-from .corpora import ParallelText, Rejections
+from .corpora import Pair, PairSource, Rejections
 
 
 # Raised when what an encoded folder holds changes, so that older folders are made anew.
 FORMAT_VERSION = 1
 
-_SCHEMA = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int32()), "labels": pyarrow.list_(pyarrow.int32())})
+# Pairs that are tokenised at once.
+_BLOCK = 2000
+
+PAIRS_SCHEMA = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int32()), "labels": pyarrow.list_(pyarrow.int32())})
 
 
 class EncodedCorpus:
@@ -52,6 +56,9 @@ class EncodedCorpus:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Every epoch has the same ids."""
+
     def rows(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Read pairs.
 
@@ -66,12 +73,15 @@ class EncodedCorpus:
 
 
 def encode(
-    text: ParallelText,
+    text: PairSource,
     tokenizer: PreTrainedTokenizerBase,
     cache_dir: Path,
     *,
     max_length: int,
     invalid_pairs: str = "drop",
+    language_tags: bool = False,
+    target_language: str | None = None,
+    mark_words: bool = False,
     show_progress: bool = False,
 ) -> EncodedCorpus:
     """Turn text into ids, or open what an earlier call with the same text, vocabulary and options left.
@@ -80,8 +90,12 @@ def encode(
         text: Sentence pairs.
         tokenizer: Turns both sides into ids and appends `</s>`.
         cache_dir: Folder that holds one folder for each encoded corpus.
-        max_length: Largest number of tokens of a side, `</s>` included; longer pairs are invalid.
+        max_length: Largest number of tokens of a side, `</s>` and tag included; longer pairs are invalid.
         invalid_pairs: `drop` or `refuse`, for pairs that are too long, empty, not UTF-8 or lack columns.
+        language_tags: Whether each source begins with the vocabulary's tag for the target's language (Johnson et al.,
+            2017).
+        target_language: Language of targets of which the text does not say it.
+        mark_words: Whether ids that begin a word are written as complements (`~id`), as `DropoutCorpus` needs it.
         show_progress: Whether to draw a progress bar.
 
     Returns:
@@ -91,40 +105,74 @@ def encode(
         UserError: Files of unequal length, an invalid pair that is refused, or no pair left.
     """
     num_lines = text.check_lines()
-    options = (FORMAT_VERSION, fingerprint_of_tokenizer(tokenizer), max_length, invalid_pairs)
+    options = [FORMAT_VERSION, fingerprint_of_tokenizer(tokenizer), max_length, invalid_pairs]
+    if language_tags:
+        options += ["tagged", target_language]
+    if mark_words:
+        options.append("words")
+    encoder = PairEncoder(
+        tokenizer,
+        max_length,
+        tags=tokenizer.language_tags if language_tags else None,
+        target_language=target_language,
+        mark_words=mark_words,
+    )
     fingerprint = fingerprint_of_text(text, options)
     folder = cache_dir / fingerprint
-    if not folder.exists():
-        partial = cache_dir / f"{fingerprint}.partial-{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            rejections = Rejections(invalid_pairs)
-            kept = _write(text, tokenizer, partial / "pairs.arrow", max_length, rejections, num_lines, show_progress)
-            report = {
-                "fingerprint": fingerprint,
-                "files": [str(path) for path in text.files],
-                "pairs_read": num_lines,
-                "pairs_kept": kept,
-                "dropped": dict(rejections.counts),
-                "first_dropped": rejections.examples,
-                "summary": rejections.summary(),
-            }
-            if kept == 0:
-                raise UserError(
-                    f"None of the {num_lines:,} lines of {' / '.join(map(str, text.files))} can be used: "
-                    f"{rejections.summary()}."
-                )
-            (partial / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
-            try:
-                partial.rename(folder)
-            except OSError:
-                # Another process may have finished the same corpus first.
-                if not folder.exists():
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+
+    def write(partial: Path) -> None:
+        rejections = Rejections(invalid_pairs)
+        kept = _write(text, encoder, partial, rejections, num_lines, show_progress)
+        pairs_read = kept + rejections.counts.total()
+        report = {
+            "fingerprint": fingerprint,
+            "files": list(text.names),
+            "pairs_read": pairs_read,
+            "pairs_kept": kept,
+            "dropped": dict(rejections.counts),
+            "first_dropped": rejections.examples,
+            "summary": rejections.summary(),
+        }
+        if kept == 0:
+            raise UserError(f"None of the {pairs_read:,} {text.unit}s of {text} can be used: {rejections.summary()}.")
+        (partial / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
+
+    write_whole(folder, write)
     return EncodedCorpus(folder)
+
+
+def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder so that it appears whole or not at all; leave one that is already there.
+
+    Args:
+        folder: The folder.
+        write: Writes its files into the folder that it is given.
+    """
+    if folder.exists():
+        return
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            # Another process may have finished the same folder first.
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def new_pairs_file(folder: Path) -> Iterator[pyarrow.ipc.RecordBatchStreamWriter]:
+    """The writer of a corpus's ids, which `EncodedCorpus` reads."""
+    with (
+        pyarrow.OSFile(str(folder / "pairs.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, PAIRS_SCHEMA) as writer,
+    ):
+        yield writer
 
 
 def fingerprint_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -138,60 +186,119 @@ def fingerprint_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint_of_text(text: ParallelText, options: Sequence[object]) -> str:
-    """Digest of the content of text files, and of options that decide what is made of them."""
+def fingerprint_of_text(text: PairSource, options: Sequence[object]) -> str:
+    """Digest of the content of text, and of options that decide what is made of it."""
     digest = hashlib.sha256()
-    for path in text.files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    digest.update(json.dumps([text.columns, *options]).encode())
+    for content in text.digests():
+        digest.update(content)
+    digest.update(json.dumps([text.layout, *options]).encode())
     return digest.hexdigest()[:32]
 
 
+class PairEncoder:
+    """Turns pairs into ids, a block at a time.
+
+    Args:
+        tokenizer: Turns both sides into ids and appends `</s>`.
+        max_length: Largest number of tokens of a side, `</s>` and tag included.
+        tags: Ids of the languages' tags, to begin each source with the target language's; `None` for no tags.
+        target_language: Language of targets of which the pair does not say it.
+        mark_words: Whether ids that begin a word are complemented.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        *,
+        tags: Mapping[str, int] | None = None,
+        target_language: str | None = None,
+        mark_words: bool = False,
+    ):
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._tags = tags
+        self._target_language = target_language
+        self._mark_words = mark_words
+
+    def __call__(
+        self, text: PairSource, block: Sequence[Pair], rejections: Rejections
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Encode pairs.
+
+        Args:
+            text: Where the pairs come from.
+            block: Pairs, at least one.
+            rejections: Receives pairs that are too long, or in a language without a tag.
+
+        Returns:
+            Source ids and target ids of the others.
+        """
+        sources, targets = (self._ids([pair[side] for pair in block]) for side in (1, 2))
+        kept: tuple[list[list[int]], list[list[int]]] = ([], [])
+        for pair, source, target in zip(block, sources, targets, strict=True):
+            if self._tags is not None:
+                language = pair.language or self._target_language
+                if language not in self._tags:
+                    rejections.add(
+                        "the vocabulary has no tag for the target's language",
+                        f"{text.place(pair.number)} in {language or 'no language'}",
+                    )
+                    continue
+                tag = self._tags[language]
+                source = [~tag if self._mark_words else tag, *source]
+            longest = max(len(source), len(target))
+            if longest > self._max_length:
+                rejections.add(
+                    f"a side is longer than --max_length {self._max_length} tokens",
+                    f"{text.place(pair.number)} with {longest} tokens",
+                )
+                continue
+            kept[0].append(source)
+            kept[1].append(target)
+        return kept
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # Without the length warning: pairs beyond `max_length` are reported with their line.
+        encoded = self._tokenizer(texts, return_attention_mask=False, verbose=False)
+        if not self._mark_words:
+            return encoded["input_ids"]
+        return [
+            # Special tokens belong to no word, and are words of their own.
+            [
+                ~index if word is None or word != previous else index
+                for index, word, previous in zip(row.ids, row.word_ids, [None, *row.word_ids], strict=False)
+            ]
+            for row in encoded.encodings
+        ]
+
+
 def _write(
-    text: ParallelText,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    max_length: int,
+    text: PairSource,
+    encoder: PairEncoder,
+    folder: Path,
     rejections: Rejections,
-    num_lines: int,
+    num_lines: int | None,
     show_progress: bool,
 ) -> int:
     """Write the ids of all usable pairs; return their number."""
     kept = 0
-    pairs = text.pairs(rejections)
+    pairs = text.tagged_pairs(rejections)
     with (
-        pyarrow.OSFile(str(path), "wb") as file,
-        pyarrow.ipc.new_stream(file, _SCHEMA) as writer,
+        new_pairs_file(folder) as writer,
         tqdm(
-            total=num_lines, desc=f"Encoding {text.files[0].name}", unit="pair", unit_scale=True,
+            total=num_lines, desc=f"Encoding {Path(text.names[0]).name}", unit="pair", unit_scale=True,
             disable=not show_progress,
         ) as progress,
     ):  # fmt: skip
-        while block := list(islice(pairs, 2000)):
-            sources, targets = (_encode_block(tokenizer, [pair[side] for pair in block]) for side in (1, 2))
-            columns: tuple[list, list] = ([], [])
-            for (number, _, _), source, target in zip(block, sources, targets, strict=True):
-                longest = max(len(source), len(target))
-                if longest > max_length:
-                    rejections.add(
-                        f"a side is longer than --max_length {max_length} tokens",
-                        f"{text.place(number)} with {longest} tokens",
-                    )
-                    continue
-                columns[0].append(source)
-                columns[1].append(target)
+        while block := list(islice(pairs, _BLOCK)):
+            columns = encoder(text, block, rejections)
             arrays = [pyarrow.array(column, type=pyarrow.list_(pyarrow.int32())) for column in columns]
-            writer.write_batch(pyarrow.record_batch(arrays, schema=_SCHEMA))
+            writer.write_batch(pyarrow.record_batch(arrays, schema=PAIRS_SCHEMA))
             kept += len(columns[0])
-            progress.update(block[-1][0] - progress.n)
-        progress.update(num_lines - progress.n)
+            progress.update(block[-1].number - progress.n)
+        progress.update(kept + rejections.counts.total() - progress.n)
     return kept
-
-
-def _encode_block(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    # Without the length warning: pairs beyond `max_length` are reported with their line.
-    return tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def _split(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
@@ -202,8 +309,26 @@ def _split(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
     return [values[start:end] for start, end in pairwise(offsets)]
 
 
-def iterate_texts(text: ParallelText, invalid_pairs: str = "drop") -> Iterator[str]:
-    """Both sides of every usable pair in turn, as the training of a shared vocabulary wants them."""
-    for _, source, target in text.pairs(Rejections(invalid_pairs)):
-        yield source
-        yield target
+def iterate_texts(text: PairSource, invalid_pairs: str = "drop", *, num_pairs: int | None = None) -> Iterator[str]:
+    """Both sides of usable pairs in turn, as the training of a shared vocabulary wants them.
+
+    Args:
+        text: Sentence pairs.
+        invalid_pairs: `drop` or `refuse`.
+        num_pairs: How many pairs to take, evenly spaced, of text that has more, or the first of a stream; `None` takes
+            all.
+
+    Yields:
+        Source and target of each pair.
+    """
+    total = text.check_lines()
+    pairs = text.pairs(Rejections(invalid_pairs))
+    if total is None:
+        # A stream of unknown length has no even spacing.
+        total = num_pairs
+        pairs = islice(pairs, num_pairs)
+    wanted = total if num_pairs is None else min(num_pairs, total)
+    for number, source, target in pairs:
+        if wanted == total or number * wanted // total > (number - 1) * wanted // total:
+            yield source
+            yield target

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from vanilla_transformer.data.corpora import ParallelText, check_language_order, check_language_suffixes
+from vanilla_transformer.data.corpora import (
+    PairSource,
+    ParallelText,
+    check_language_order,
+    check_language_suffixes,
+)
+from vanilla_transformer.data.records import DataSet, JsonLines, PairKeys
+from vanilla_transformer.data.tmx import TranslationMemory
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PROVENANCE
 
@@ -31,14 +38,35 @@ class TrainingOptions:
 
     output_dir: Path = option(Path("run"), "Folder of the run: the model, checkpoints, metrics, options.")
     train_files: tuple[Path, ...] = option(
-        (), "Training text: a source and a target file with one sentence a line, or one tab-separated file."
+        (),
+        "Training text: a source and a target file with one sentence a line, or one file that is tab-separated, JSON "
+        "lines (.jsonl) or TMX (.tmx); each may be compressed (.gz).",
     )
     valid_files: tuple[Path, ...] = option((), "Validation text, likewise.")
+    dataset: str | None = option(
+        None, "Training text instead of files: a data set's name on the Hub, or a folder that `datasets` reads."
+    )
+    dataset_config: str | None = option(None, "Configuration of the data set.")
+    dataset_revision: str | None = option(None, "Commit, tag or branch of the data set on the Hub.")
+    train_split: str = option("train", "Split of the data set to train on.")
+    valid_split: str | None = option(None, "Split of the data set to validate on.")
+    pair_keys: tuple[str, str] | None = option(
+        None,
+        "Fields of source and target in JSON lines and data sets; default: `translation` with both languages, fields "
+        "named after the languages, or `source` and `target`.",
+    )
     tsv_columns: tuple[int, int] | None = option(
         None, "Column numbers of source and target in tab-separated files, from 1 on; needed unless there are two."
     )
     source_language: str | None = option(None, "Code of the source language, such as en; kept with the result.")
     target_language: str | None = option(None, "Code of the target language, such as de; kept with the result.")
+    language_tags: bool = option(
+        False, "Begin each source with a tag such as <2de> that names the target language (Johnson et al., 2017)."
+    )
+    language_column: str | None = option(
+        None,
+        "Field, or number of a tab-separated column, with each pair's target language.",
+    )
     invalid_pairs: Literal["drop", "refuse"] = option(
         "drop", "What to do with pairs that are empty, too long, not UTF-8 or lack columns."
     )
@@ -50,6 +78,9 @@ class TrainingOptions:
     )
     vocab_size: int = option(37000, "Entries of the vocabulary that is trained, shared by both languages.")
     min_frequency: int = option(2, "How often two tokens must be neighbours to be merged.")
+    vocabulary_pairs: int = option(
+        1_000_000, "Train the vocabulary on so many pairs, evenly spaced, of text that has more; bounds its memory."
+    )
 
     init_from: str | None = option(
         None,
@@ -145,8 +176,7 @@ class TrainingOptions:
         Raises:
             UserError: Names the option, its value, the rule and the remedy.
         """
-        if not self.train_files:
-            raise UserError("No training text was given; name it with --train_files SOURCE TARGET.")
+        self._check_sources()
         for name, hint in get_type_hints(type(self)).items():
             choices = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
             if choices and getattr(self, name) is not None:
@@ -154,6 +184,7 @@ class TrainingOptions:
                 self._require(name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
         for name in (
             "min_frequency",
+            "vocabulary_pairs",
             "max_updates",
             "tokens_per_batch",
             "tokens_per_update",
@@ -211,10 +242,29 @@ class TrainingOptions:
                 f"--average_last is {self.average_last}, but only {self.keep_last} checkpoints are kept; raise "
                 "--keep_last."
             )
-        if self.valid_files and len(self.valid_files) != len(self.train_files):
+
+    def _check_sources(self) -> None:
+        if not self.train_files and self.dataset is None:
+            raise UserError("No training text was given; name it with --train_files SOURCE TARGET, or --dataset NAME.")
+        if self.train_files and self.dataset is not None:
+            raise UserError("Both --train_files and --dataset were given; training text is one or the other.")
+        if self.dataset is None:
+            for name in ("dataset_config", "dataset_revision", "valid_split"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--{name} was given without --dataset; name the data set, or leave it out.")
+        if self.valid_files and self.valid_split is not None:
+            raise UserError("Both --valid_files and --valid_split were given; validation text is one or the other.")
+        if self.valid_files and self.train_files and len(self.valid_files) != len(self.train_files):
             raise UserError(
                 f"Training text is {len(self.train_files)} and validation text {len(self.valid_files)} files; give "
                 "both in the same form."
+            )
+        if self.language_column is not None and not self.language_tags:
+            raise UserError("--language_column was given without --language_tags, which alone needs it.")
+        if self.language_tags and self.language_column is None and self.target_language is None:
+            raise UserError(
+                "--language_tags was given without a language; name it with --target_language, or each pair's with "
+                "--language_column."
             )
 
     def _check_result(self) -> None:
@@ -305,7 +355,14 @@ FREE_ON_RESUME = (
     "output_dir",
     "train_files",
     "valid_files",
+    "dataset",
+    "dataset_config",
+    "dataset_revision",
+    "train_split",
+    "valid_split",
+    "pair_keys",
     "tsv_columns",
+    "language_column",
     "source_language",
     "target_language",
     "cache_dir",
@@ -333,8 +390,8 @@ FREE_ON_RESUME = (
 )
 
 
-def check_texts(options: TrainingOptions) -> tuple[ParallelText, ParallelText | None]:
-    """Check the text files before any work starts.
+def check_texts(options: TrainingOptions) -> tuple[PairSource, PairSource | None]:
+    """Check the text before any work starts.
 
     Args:
         options: Training options.
@@ -343,17 +400,46 @@ def check_texts(options: TrainingOptions) -> tuple[ParallelText, ParallelText | 
         Training text, and validation text or `None`.
 
     Raises:
-        UserError: A file is missing, empty or of another length than its partner, or languages are exchanged.
+        UserError: Text is missing, empty or of another length than its partner, or languages are exchanged.
     """
-    train = ParallelText(options.train_files, options.tsv_columns)
-    valid = ParallelText(options.valid_files, options.tsv_columns) if options.valid_files else None
+    train = _open_text(options, options.train_files, options.train_split)
+    valid = None
+    if options.valid_files or options.valid_split is not None:
+        valid = _open_text(options, options.valid_files, options.valid_split)
     for text in (train, valid):
         if text is not None:
             check_language_suffixes(text, options.source_language, options.target_language)
             text.check_lines()
-    if valid is not None:
+    if valid is not None and options.language_column is None:
         check_language_order(train, valid)
     return train, valid
+
+
+def _open_text(options: TrainingOptions, files: tuple[Path, ...], split: str | None) -> PairSource:
+    languages = (options.source_language, options.target_language)
+    fields = PairKeys(options.pair_keys, None if None in languages else languages, options.language_column)
+    if not files:
+        return DataSet(options.dataset, split, fields, options.dataset_config, options.dataset_revision)
+    formats = [Path(path.name.removesuffix(".gz")).suffix.lower() for path in files]
+    for path, suffix in zip(files, formats, strict=True):
+        if suffix in (".jsonl", ".tmx") and len(files) > 1:
+            raise UserError(f"{path} holds both sides of its pairs; give it alone.")
+        if suffix in (".jsonl", ".tmx") and options.tsv_columns is not None:
+            raise UserError(f"--tsv_columns was given with {path}, which is not tab-separated; leave it out.")
+    if formats == [".jsonl"]:
+        return JsonLines(files, fields)
+    if formats == [".tmx"]:
+        if options.language_column is not None:
+            raise UserError(f"--language_column was given with {files[0]}; a TMX file has --target_language only.")
+        if None in languages:
+            raise UserError(f"{files[0]} holds several languages; name two with --source_language, --target_language.")
+        return TranslationMemory(files, languages)
+    if options.pair_keys is not None:
+        raise UserError(f"--pair_keys was given with {files[0]}; it applies to JSON lines (.jsonl) and data sets.")
+    column = options.language_column
+    if column is not None and not column.isdecimal():
+        raise UserError(f"--language_column is {column}; in a tab-separated file it is the number of a column.")
+    return ParallelText(files, options.tsv_columns, None if column is None else int(column))
 
 
 def check_output_dir(options: TrainingOptions) -> None:

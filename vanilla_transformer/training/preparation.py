@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
-from vanilla_transformer.data.corpora import ParallelText
+from vanilla_transformer.data.corpora import PairSource, Rejections
 from vanilla_transformer.data.encoding import EncodedCorpus, encode, fingerprint_of_text, iterate_texts
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
@@ -45,8 +45,13 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
     start = starting_folder(options)
     if options.tokenizer is not None or start is not None:
         tokenizer = load_tokenizer(options.tokenizer or start)
+        if options.language_tags and not getattr(tokenizer, "language_tags", None):
+            raise UserError(
+                f"The tokenizer in {options.tokenizer or start} has no language tags; train the vocabulary with "
+                "--language_tags, or leave them out."
+            )
     else:
-        tokenizer = _train_vocabulary(train_text, options, cache_dir)
+        tokenizer = train_vocabulary(train_text, options, cache_dir)
     if start is not None:
         check_vocabulary(starting_configuration(options, start), tokenizer, start)
     train, valid = (
@@ -58,10 +63,15 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
             cache_dir,
             max_length=options.max_length,
             invalid_pairs=options.invalid_pairs,
+            language_tags=options.language_tags,
+            target_language=options.target_language,
             show_progress=show_progress,
         )
         for text in (train_text, valid_text)
     )
+    if options.language_tags and options.target_language is not None:
+        # What is translated later gets the tag that the training text had.
+        tokenizer.tgt_lang = options.target_language
     return PreparedData(tokenizer, train, valid)
 
 
@@ -85,6 +95,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"The tokenizer in {folder} cannot be loaded ({error}); use another.") from error
+    if getattr(tokenizer, "tgt_lang", None) is not None:
+        # The encoding puts the tags in front, one for each pair.
+        tokenizer.tgt_lang = None
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(tokenizer, name) is None:
             raise UserError(f"The tokenizer in {folder} has no {name}; use one that defines it.")
@@ -138,12 +151,32 @@ def check_positions(config: VanillaTransformerConfig, options: TrainingOptions) 
         )
 
 
-def _train_vocabulary(text: ParallelText, options: TrainingOptions, cache_dir: Path) -> VanillaTransformerTokenizer:
-    folder = cache_dir / f"vocabulary-{fingerprint_of_text(text, (options.vocab_size, options.min_frequency))}"
+def train_vocabulary(text: PairSource, options: TrainingOptions, cache_dir: Path) -> VanillaTransformerTokenizer:
+    """Train the vocabulary that the options describe, or load what an earlier call left.
+
+    Args:
+        text: Training text.
+        options: Training options.
+        cache_dir: Folder that keeps the vocabulary.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: The vocabulary's size is not usable, or a pair that is refused.
+    """
+    choices = [options.vocab_size, options.min_frequency, options.vocabulary_pairs]
+    languages = _target_languages(text, options) if options.language_tags else []
+    if languages:
+        choices.append(languages)
+    folder = cache_dir / f"vocabulary-{fingerprint_of_text(text, choices)}"
     if not folder.exists():
         try:
             tokenizer = VanillaTransformerTokenizer.train_from_iterator(
-                iterate_texts(text, options.invalid_pairs), options.vocab_size, min_frequency=options.min_frequency
+                iterate_texts(text, options.invalid_pairs, num_pairs=options.vocabulary_pairs),
+                options.vocab_size,
+                min_frequency=options.min_frequency,
+                languages=languages,
             )
         except ValueError as error:
             raise error if isinstance(error, UserError) else UserError(str(error)) from error
@@ -158,3 +191,11 @@ def _train_vocabulary(text: ParallelText, options: TrainingOptions, cache_dir: P
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return VanillaTransformerTokenizer.from_pretrained(folder)
+
+
+def _target_languages(text: PairSource, options: TrainingOptions) -> list[str]:
+    """The target languages of the text, sorted."""
+    if options.language_column is None:
+        return [options.target_language]
+    pairs = text.tagged_pairs(Rejections(options.invalid_pairs))
+    return sorted({pair.language or options.target_language for pair in pairs} - {None, ""})
