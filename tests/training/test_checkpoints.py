@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from vanilla_transformer.errors import UserError
@@ -14,9 +15,9 @@ from vanilla_transformer.training.checkpoints import (
     fault_of,
     list_checkpoints,
     load_optimizer,
+    moments_of,
     newest_sound,
     rotate,
-    save_optimizer,
     update_of,
     write_checkpoint,
 )
@@ -347,7 +348,7 @@ def test_adam_goes_on_bit_for_bit_after_saving_and_loading(tmp_path, fused):
     first.load_state_dict(initial)
     optimizer = adam(first, fused)
     steps(first, optimizer, 1, 4)
-    save_optimizer(optimizer, first.named_parameters(), tmp_path / "optimizer.safetensors")
+    save_file(moments_of(optimizer, first.named_parameters()), tmp_path / "optimizer.safetensors")
 
     second = Network()
     second.load_state_dict(first.state_dict())
@@ -376,7 +377,7 @@ def test_an_optimisers_file_is_part_of_a_checkpoint(tmp_path):
 
     def write(folder):
         write_files(folder)
-        save_optimizer(optimizer, network.named_parameters(), folder / "optimizer.safetensors")
+        save_file(moments_of(optimizer, network.named_parameters()), folder / "optimizer.safetensors")
 
     checkpoint = write_checkpoint(tmp_path, 2, write)
     assert fault_of(checkpoint) is None

@@ -1,4 +1,4 @@
-"""Two processes do what one does. They are real ones, started as users start them."""
+"""Several processes do what one does. They are real ones, started as users start them."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.cli.options import parse
-from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints, update_of
+from vanilla_transformer.training.checkpoints import checkpoint_name, fault_of, list_checkpoints, update_of
 from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun, train
 from vanilla_transformer.training.journal import read_journal
@@ -27,6 +28,11 @@ from vanilla_transformer.training.journal import read_journal
 TESTS = Path(__file__).parents[1]
 IN_FLOAT64 = Path(__file__).with_name("train_in_float64.py")
 SCRIPT = TESTS.parent / "scripts" / "train.py"
+LAUNCH = TESTS.parent / "scripts" / "launch"
+WRAPPERS = {
+    "many_gpus": "DistributedDataParallel, none sharded",
+    "fsdp": "FSDPSmoothedTranslationLoss, all sharded",
+}
 # More updates than any test waits for.
 ENDLESS = 1_000_000
 
@@ -49,7 +55,7 @@ def material(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def flags(material):
     """Flags of a run whose updates are of three batches, so that one process has fewer, or of a single one."""
 
@@ -97,18 +103,16 @@ def train_here(arguments: list[str], *more: str):
 
 
 @contextmanager
-def two_processes(launcher: str, script: Path, arguments: list[str], log: Path):
-    """Start two processes with `accelerate launch` or `torchrun`, on CPUs, in a process group of their own."""
+def processes(launcher: str, script: Path, arguments: list[str], log: Path, number: int = 2):
+    """Start processes on CPUs, with `torchrun` or a file of scripts/launch, in a process group of their own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = {
-        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
-    }[launcher]
-    if launcher == "accelerate":
-        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command += ["--main_process_port", port]
+    if launcher == "torchrun":
+        command = ["torch.distributed.run", "--nproc_per_node", str(number), "--master_port", port]
+    else:
+        command = ["accelerate.commands.launch", "--config_file", str(LAUNCH / f"{launcher}.yaml")]
+        command += ["--num_processes", str(number), "--main_process_port", port]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -134,12 +138,12 @@ def wait_for_updates(folder: Path, updates: int, process: subprocess.Popen, log:
         time.sleep(0.1)
 
 
-def workers_of(log: Path) -> list[int]:
-    """Process ids that the workers printed, once each was seen to wrap the model."""
+def workers_of(log: Path, launcher: str, number: int = 2) -> list[int]:
+    """Process ids that the workers printed, once each was seen to wrap the model as it should."""
     # Not only at the start of a line: the other process's progress bar leaves its line open.
-    found = re.findall(r"process (\d+) trains a (\w+)\n", log.read_text())
-    assert [name for _, name in found] == ["DistributedDataParallel"] * 2, log.read_text()
-    return [int(number) for number, _ in found]
+    found = re.findall(r"process (\d+) trains a (\w+, \w+ sharded)\n", log.read_text())
+    assert [what for _, what in found] == [WRAPPERS[launcher]] * number, log.read_text()
+    return [int(worker) for worker, _ in found]
 
 
 def is_running(number: int) -> bool:
@@ -159,40 +163,81 @@ def assert_same_journal(actual: Path, expected: Path) -> None:
         assert record == pytest.approx(other, rel=1e-12)
 
 
-def assert_same_weights(actual: Path, expected: Path) -> None:
-    weights, others = (load_file(folder / "model.safetensors") for folder in (actual, expected))
+def assert_same_weights(actual: Path, expected: Path, file: str = "model.safetensors") -> None:
+    weights, others = (load_file(folder / file) for folder in (actual, expected))
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         assert tensor.dtype == torch.float64
-        torch.testing.assert_close(tensor, others[name], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(tensor, others[name], rtol=1e-10, atol=1e-12)
 
 
-def test_two_processes_train_the_model_of_one(flags, tmp_path, monkeypatch):
-    steps = []
-    step = TrainingRun.step
-    monkeypatch.setattr(
+# Clipping, dropout and averaging concern every process; 18 and 25 are numbers that processes cannot share evenly.
+SETTINGS = {
+    "d_model": 18, "encoder_ffn_dim": 25, "dropout": 0.2, "max_grad_norm": 0.5, "ema_decay": 0.9, "max_updates": 9,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_of_one(flags, tmp_path_factory):
+    """Folder of the run that the others are compared with."""
+    folder, steps, step = tmp_path_factory.mktemp("one"), [], TrainingRun.step
+    with mock.patch.object(
         TrainingRun, "step", lambda self, update, number: steps.append(update) or step(self, update, number)
-    )
-    train_here(flags(tmp_path / "one", dropout=0, max_updates=9))
-    # What makes the comparison worth something: a process that has fewer batches, and one that has none.
+    ):
+        train_here(flags(folder, **SETTINGS))
+    # What makes comparisons worth something: a process that has fewer batches, and one that has none.
     assert {len(update.batches) for update in steps} == {1, 3}
+    return folder
 
-    log = tmp_path / "log"
-    with two_processes("accelerate", IN_FLOAT64, flags(tmp_path / "two", dropout=0, max_updates=9), log) as process:
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "more"),
+    [("many_gpus", 2, []), ("many_gpus", 4, []), ("fsdp", 2, ["--gradient_checkpointing"]), ("fsdp", 4, [])],
+    ids=["many_gpus-2", "many_gpus-4", "fsdp-2", "fsdp-4"],
+)
+def test_processes_train_the_model_of_one(flags, run_of_one, tmp_path, launcher, number, more):
+    log, folder = tmp_path / "log", tmp_path / "run"
+    with processes(launcher, IN_FLOAT64, [*flags(folder, **SETTINGS), *more], log, number) as process:
         assert process.wait(timeout=300) == 0, log.read_text()
-    workers_of(log)
-    assert [json.loads((tmp_path / name / "run.json").read_text())["processes"] for name in ("one", "two")] == [1, 2]
-    assert_same_journal(tmp_path / "two", tmp_path / "one")
-    assert_same_weights(tmp_path / "two", tmp_path / "one")
+    workers_of(log, launcher, number)
+    record = json.loads((folder / "run.json").read_text())
+    assert record["processes"] == number
+    assert record["wrapper"] == WRAPPERS[launcher].split(",")[0]
+    # 3 batches, which 4 processes cannot all have one of.
+    assert (record["division"]["fewest"], record["division"]["most"]) == {2: (1, 2), 4: (0, 1)}[number]
+    assert f"480 tokens an update = 3 batches of 160 over {number} processes" in log.read_text()
+    assert_same_journal(folder, run_of_one)
+    assert_same_weights(folder, run_of_one)
 
 
-def test_a_run_stopped_on_two_processes_continues_on_one(flags, tmp_path):
+def test_a_run_moves_from_one_process_to_sharded_ones_and_back(flags, run_of_one, tmp_path):
+    log, folder = tmp_path / "log", tmp_path / "run"
+    train_here(flags(folder, **SETTINGS | {"max_updates": 3}))
+    arguments = [*flags(folder, **SETTINGS | {"max_updates": 6}), "--resume"]
+    with processes("fsdp", IN_FLOAT64, arguments, log) as process:
+        assert process.wait(timeout=300) == 0, log.read_text()
+    workers_of(log, "fsdp")
+    train_here(flags(folder, **SETTINGS), "--resume")
+    # Each part of the run validated at its end, too.
+    losses, expected = (
+        {(record["kind"], record["update"]): record["loss"] for record in read_journal(path / "metrics.jsonl")}
+        for path in (folder, run_of_one)
+    )
+    assert {key: losses[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+    last = [path / "checkpoints" / checkpoint_name(9) for path in (folder, run_of_one)]
+    assert_same_weights(*last)
+    assert_same_weights(*last, file="optimizer.safetensors")
+    assert_same_weights(*last, file="ema.safetensors")
+
+
+@pytest.mark.parametrize("launcher", ["many_gpus", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_run_stopped_on_two_processes_continues_on_one(flags, tmp_path, launcher):
     settings = {"dropout": 0.2, "save_every": 1000, "validate_every": 1000}
     log = tmp_path / "log"
     arguments = flags(tmp_path / "two", **settings, max_updates=ENDLESS)
-    with two_processes("accelerate", IN_FLOAT64, arguments, log) as process:
+    with processes(launcher, IN_FLOAT64, arguments, log) as process:
         wait_for_updates(tmp_path / "two", 6, process, log)
-        workers = workers_of(log)
+        workers = workers_of(log, launcher)
         assert all(map(is_running, workers))
         process.terminate()
         # The launcher's own status says that it failed; it does not pass on the workers'.
@@ -217,7 +262,7 @@ def test_a_run_stopped_on_two_processes_continues_on_one(flags, tmp_path):
 )
 def test_a_signal_to_the_whole_group_saves_a_checkpoint(flags, tmp_path, number):
     log, folder = tmp_path / "log", tmp_path / "run"
-    with two_processes("torchrun", SCRIPT, flags(folder, max_updates=ENDLESS, save_every=ENDLESS), log) as process:
+    with processes("torchrun", SCRIPT, flags(folder, max_updates=ENDLESS, save_every=ENDLESS), log) as process:
         wait_for_updates(folder, 3, process, log)
         os.killpg(process.pid, number)
         assert process.wait(timeout=60) == 1, log.read_text()

@@ -227,6 +227,6 @@ def test_a_result_that_cannot_be_written_can_be_made_later(make_options, tmp_pat
 
 def test_other_failures_while_saving_pass_through(make_options, tmp_path):
     error = ValueError("a defect")
-    with mock.patch.object(engine, "save_optimizer", side_effect=error), pytest.raises(ValueError) as got:
+    with mock.patch.object(engine, "save_file", side_effect=error), pytest.raises(ValueError) as got:
         train_anew(make_options(tmp_path))
     assert got.value is error

@@ -18,9 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from vanilla_transformer.errors import UserError
+
+from .sharding import part_for, whole
 
 
 _NAME = re.compile(r"update-(\d+)")
@@ -200,22 +202,23 @@ def discard(checkpoints: Iterable[Path]) -> None:
         _remove(doomed)
 
 
-def save_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.nn.Parameter]], path: Path
-) -> None:
-    """Write Adam's moments under their parameters' names.
+def moments_of(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.nn.Parameter]]
+) -> dict[str, torch.Tensor]:
+    """Adam's moments under their parameters' names, as a checkpoint holds them.
 
     Args:
         optimizer: Adam after at least one step.
-        parameters: Names and parameters.
-        path: File to write.
+        parameters: Names and parameters; if they are sharded, every process must call this.
+
+    Returns:
+        `exp_avg.NAME` and `exp_avg_sq.NAME`, whole and on the CPU.
     """
-    tensors = {}
-    for name, parameter in parameters:
-        state = optimizer.state[parameter]
-        for key in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{key}.{name}"] = state[key].detach().cpu().contiguous()
-    save_file(tensors, path)
+    return {
+        f"{key}.{name}": whole(optimizer.state[parameter][key]).detach().cpu().contiguous()
+        for name, parameter in parameters
+        for key in ("exp_avg", "exp_avg_sq")
+    }
 
 
 def load_optimizer(
@@ -224,17 +227,17 @@ def load_optimizer(
     path: Path,
     update: int,
 ) -> None:
-    """Read what `save_optimizer` wrote.
+    """Read the moments of a checkpoint.
 
     Args:
         optimizer: Adam that has not stepped yet.
-        parameters: Names and parameters.
+        parameters: Names and parameters, sharded or not.
         path: File to read.
         update: Number of steps that the optimiser had done.
     """
     tensors = load_file(path)
     for name, parameter in parameters:
-        moments = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+        moments = {key: part_for(tensors[f"{key}.{name}"], parameter) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(float(update), dtype=torch.float32), **moments}
         if optimizer.param_groups[0].get("fused"):
             optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from .sharding import part, part_for, whole
 
 
 EMA_WEIGHTS = "ema.safetensors"
@@ -42,9 +44,10 @@ class MovingAverage:
         decay = min(self.decay, (1 + number) / (10 + number))
         averages = list(self.averages.values())
         weights = [
-            parameter.to(average.dtype) for parameter, average in zip(self.parameters.values(), averages, strict=True)
+            part(parameter).to(average.dtype)
+            for parameter, average in zip(self.parameters.values(), averages, strict=True)
         ]
-        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+        torch._foreach_lerp_([part(average) for average in averages], weights, 1.0 - decay)
 
     @contextmanager
     @torch.no_grad()
@@ -57,16 +60,15 @@ class MovingAverage:
         finally:
             self._copy(weights)
 
-    def save(self, folder: Path) -> None:
-        """Write the average beside a checkpoint's weights, under the same names."""
-        tensors = {name: average.cpu().contiguous() for name, average in self.averages.items()}
-        save_file(tensors, folder / EMA_WEIGHTS, metadata={"format": "pt"})
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The average under the weights' names, whole and on the CPU; if it is sharded, all processes must call this."""
+        return {name: whole(average).cpu().contiguous() for name, average in self.averages.items()}
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
+        """Read the average that a checkpoint has beside its weights."""
         tensors = load_file(folder / EMA_WEIGHTS)
         for name, average in self.averages.items():
-            average.copy_(tensors[name])
+            average.copy_(part_for(tensors[name], average))
 
     @torch.no_grad()
     def _copy(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,15 +34,15 @@ from .checkpoints import (
     last_sound,
     list_checkpoints,
     load_optimizer,
+    moments_of,
     newest_sound,
     rotate,
-    save_optimizer,
     update_of,
     write_checkpoint,
 )
 from .configuration import TrainingOptions, check_output_dir, check_texts
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
-from .ema import MovingAverage
+from .ema import EMA_WEIGHTS, MovingAverage
 from .failures import naming_disk
 from .identity import architecture_of, differences, identity_of
 from .initialisation import make_model
@@ -52,6 +53,7 @@ from .process import OUT_OF_TIME, accelerating, catch_signals, keep_freed_memory
 from .run_folder import write_run_record
 from .schedule import learning_rate
 from .selection import Selection
+from .sharding import Division, distribute, is_sharded, reshard, whole_model, with_idle_passes
 from .step import OptimiserStep
 
 
@@ -146,15 +148,6 @@ class TrainingRun:
         if accelerator.device.type == "cpu":
             keep_freed_memory()
         self.model = make_model(options, data.tokenizer, accelerator.device)
-        self.loss = SmoothedTranslationLoss(self.model, options.label_smoothing, options.smoothed_entries)
-        optimizer = torch.optim.Adam(
-            self.model.parameters(),
-            lr=0.0,
-            betas=(options.adam_beta1, options.adam_beta2),
-            eps=options.adam_epsilon,
-            fused=accelerator.device.type in ("cpu", "cuda"),
-        )
-        self.loss.to(accelerator.device)
         self.update = 0
         # The signal that stops the run, or OUT_OF_TIME; 0 while it goes on.
         self.stop = 0
@@ -165,8 +158,20 @@ class TrainingRun:
         self.selection = Selection(
             options.best_metric, options.keep_best, options.early_stopping_patience, options.early_stopping_threshold
         )
-        checkpoint, skipped = self._resume(optimizer) if options.resume else (None, 0)
-        self.loss, self.optimizer = accelerator.prepare(self.loss, optimizer)
+        checkpoint, skipped = self._resume() if options.resume else (None, 0)
+        loss = SmoothedTranslationLoss(self.model, options.label_smoothing, options.smoothed_entries)
+        self.loss = distribute(loss.to(accelerator.device), accelerator)
+        optimizer = torch.optim.Adam(
+            self.model.parameters(),
+            lr=0.0,
+            betas=(options.adam_beta1, options.adam_beta2),
+            eps=options.adam_epsilon,
+            fused=accelerator.device.type in ("cpu", "cuda"),
+        )
+        if checkpoint is not None:
+            path = checkpoint / "optimizer.safetensors"
+            load_optimizer(optimizer, self.model.named_parameters(), path, self.update - skipped)
+        self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.average = (
             MovingAverage(self.model.named_parameters(), options.ema_decay) if options.ema_decay > 0.0 else None
         )
@@ -308,26 +313,36 @@ class TrainingRun:
         self.loss.eval()
         batches = _plan(corpus, self.options, shuffle=False).batches(0)
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
-            # The module below the wrapper: processes may have unequal numbers of batches here.
+        share = list(enumerate(batches))[accelerator.process_index :: accelerator.num_processes]
+        for _, batch, weight in with_idle_passes(share, batches, accelerator.num_processes):
             with accelerator.autocast():
-                _, nll = accelerator.unwrap_model(self.loss)(**self.optimiser_step.inputs(corpus, batch))
-            sums += torch.tensor([nll.item(), float(corpus.target_lengths[batch].sum())], dtype=torch.float64)
+                _, nll = self.loss(**self.optimiser_step.inputs(corpus, batch))
+            counted = torch.tensor([nll.item(), float(corpus.target_lengths[batch].sum())], dtype=torch.float64)
+            sums += weight * counted
+        reshard(self.loss)
         nll, tokens = self._sum_over_processes(sums).tolist()
         record = {"loss": nll / tokens, "perplexity": math.exp(min(nll / tokens, 700.0))}
-        if self.evaluation is not None and accelerator.is_main_process:
-            self.model.eval()
-            record.update(self.evaluation(self.model, self.data.tokenizer))
+        if self.evaluation is not None:
+            model = whole_model(self.model, accelerator)
+            if accelerator.is_main_process:
+                record.update(self.evaluation(model.eval(), self.data.tokenizer))
         # The evaluation's scores are the main process's alone, and the first use of several processes.
         return broadcast_object_list([record])[0]
 
     def save(self) -> None:
         """Write a checkpoint and delete the oldest ones."""
-        state = self._state()
+        state, tensors = self._state(), {}
+        model = whole_model(self.model, self.accelerator)
+        if self.accelerator.is_main_process or is_sharded(self.model):
+            tensors["optimizer.safetensors"] = moments_of(self.optimizer.optimizer, self.model.named_parameters())
+            if self.average is not None:
+                tensors[EMA_WEIGHTS] = self.average.tensors()
         if self.accelerator.is_main_process:
             with naming_disk(f"The checkpoint of update {self.update:,}", self.checkpoints, self.checkpoints):
                 write_checkpoint(
-                    self.checkpoints, self.update, lambda folder: self._write_checkpoint_files(folder, state)
+                    self.checkpoints,
+                    self.update,
+                    lambda folder: self._write_checkpoint_files(folder, state, model, tensors),
                 )
             rotate(self.checkpoints, self.options.keep_last, self.selection.best_updates)
         self.accelerator.wait_for_everyone()
@@ -383,12 +398,13 @@ class TrainingRun:
         messages = self.accelerator.gather(message).cpu().view(-1, 3)
         return messages[:, :2].sum(dim=0), int(messages[:, 2].max())
 
-    def _write_checkpoint_files(self, folder: Path, state: dict) -> None:
-        self.model.save_pretrained(folder)
+    def _write_checkpoint_files(
+        self, folder: Path, state: dict, model: PreTrainedModel, tensors: dict[str, dict[str, torch.Tensor]]
+    ) -> None:
+        model.save_pretrained(folder)
         self.data.tokenizer.save_pretrained(folder)
-        save_optimizer(self.optimizer.optimizer, self.model.named_parameters(), folder / "optimizer.safetensors")
-        if self.average is not None:
-            self.average.save(folder)
+        for name, content in tensors.items():
+            save_file(content, folder / name, metadata={"format": "pt"})
         (folder / "training_state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
     def _state(self) -> dict:
@@ -408,8 +424,8 @@ class TrainingRun:
             **identity_of(self.options, self.data),
         }
 
-    def _resume(self, optimizer: torch.optim.Optimizer) -> tuple[Path, int]:
-        """Load the newest sound checkpoint, but for the moving average; return it and the number of skipped steps."""
+    def _resume(self) -> tuple[Path, int]:
+        """Load the newest sound checkpoint, but for moments and moving average; return it and the skipped steps."""
         with self.accelerator.main_process_first():
             checkpoint = newest_sound(self.checkpoints, lambda text: self.accelerator.print(text, file=sys.stderr))
         if checkpoint is None:
@@ -430,9 +446,6 @@ class TrainingRun:
             )
         saved = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
-        skipped = state.get("skipped", 0)
-        path = checkpoint / "optimizer.safetensors"
-        load_optimizer(optimizer, self.model.named_parameters(), path, state["update"] - skipped)
         self.update = state["update"]
         self._refill_window(**state["window"])
         self._watch = LossWatch(**state.get("watch", {}))
@@ -443,7 +456,7 @@ class TrainingRun:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.accelerator.print(f"Resuming from {checkpoint}.", file=sys.stderr)
-        return checkpoint, skipped
+        return checkpoint, state.get("skipped", 0)
 
     def _refill_window(self, updates: int, sums: list[float], seconds: float) -> None:
         """Restore the sums since the last record, so that the next one covers as many updates as it would have."""
@@ -460,6 +473,8 @@ class TrainingRun:
             "updates_per_epoch": self.updates_per_epoch,
             "fill_rate": self.fill_rate,
             "processes": self.accelerator.num_processes,
+            "division": asdict(Division.of(self.options, self.accelerator.num_processes)),
+            "wrapper": type(self.loss).__name__,
             "device": str(self.accelerator.device),
             "attention": self.model.config._attn_implementation,
         }

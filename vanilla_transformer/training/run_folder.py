@@ -11,6 +11,7 @@ import yaml
 
 from .configuration import TrainingOptions
 from .preparation import PreparedData
+from .sharding import Division
 
 
 _PACKAGES = ("vanilla-transformer", "torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors")
@@ -24,7 +25,7 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         options: Options of the run.
         data: Vocabulary and encoded text.
         facts: What the engine knows of the run: `parameters`, `updates`, `updates_per_epoch`, `fill_rate`,
-            `processes`, `device` and `attention`.
+            `processes`, `division`, `wrapper`, `device` and `attention`.
     """
     values = options.as_dict() | {"resume": False}
     (folder / "options.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -42,6 +43,6 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
     print(
         f"{record['parameters']:,} parameters; {len(data.train):,} pairs; {record['updates_per_epoch']:,} updates "
         f"an epoch; {record['fill_rate']:.1%} of the tokens are not padding; {record['attention']} attention on "
-        f"{record['processes']} x {record['device']}.",
+        f"{record['processes']} x {record['device']}.\n{Division(**record['division'])}.",
         file=sys.stderr,
     )

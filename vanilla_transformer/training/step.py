@@ -20,6 +20,7 @@ from vanilla_transformer.data.encoding import EncodedCorpus
 from .configuration import TrainingOptions
 from .divergence import NotFinite
 from .failures import naming_batch
+from .sharding import with_idle_passes, without_reduction
 
 
 class OptimiserStep:
@@ -28,7 +29,7 @@ class OptimiserStep:
     Args:
         options: Training options.
         accelerator: Devices and processes.
-        loss: Model and loss, as the accelerator prepared them.
+        loss: Model and loss, as `distribute` made them.
         optimizer: Adam, likewise.
         config: Configuration of the model.
         corpus: Training text.
@@ -72,7 +73,7 @@ class OptimiserStep:
             NotFinite: The gradient is infinite or not a number, and no smaller loss scale can help; the weights are as
                 they were.
         """
-        losses, weight = self._backward(update, number)
+        losses = self._backward(update, number)
         self.accelerator.unscale_gradients()
         norm = get_total_norm([parameter.grad for parameter in self.parameters])
         plain_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -93,7 +94,7 @@ class OptimiserStep:
         # After an overflow in float16 this leaves the weights alone, and halves the loss scale.
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return weight * sums.sum(dim=0)
+        return sums.sum(dim=0)
 
     def order_buckets(self, update: Update) -> None:
         """Have DistributedDataParallel lay out gradients as in a run that has done a step.
@@ -116,29 +117,28 @@ class OptimiserStep:
         )
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
 
-    def _backward(self, update: Update, number: int) -> tuple[list[torch.Tensor], float]:
-        """Sum the gradient; return both losses of each batch [2], and the weight with which they count."""
+    def _backward(self, update: Update, number: int) -> list[torch.Tensor]:
+        """Sum the gradient; return both losses of each batch of this process [2]."""
         accelerator, options = self.accelerator, self.options
         self.loss.train()
         share = update.share_of(accelerator.process_index, accelerator.num_processes)
-        # A process without a batch takes part in the reduction of gradients all the same, with a gradient of zero.
-        weight = 1.0 if share else 0.0
-        share = share or [(0, update.batches[0])]
-        # DistributedDataParallel takes the mean over processes.
-        factor = weight * accelerator.num_processes / update.num_target_tokens
+        passes = with_idle_passes(share, update.batches, accelerator.num_processes)
         losses = []
-        for position, (index, batch) in enumerate(share):
-            last = position == len(share) - 1
+        for position, (index, batch, weight) in enumerate(passes):
+            last = position == len(passes) - 1
             with (
-                nullcontext() if last else accelerator.no_sync(self.loss),
+                nullcontext() if last else without_reduction(self.loss),
                 naming_batch(number, batch, self.corpus, options.tokens_per_batch),
             ):
                 # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
                 torch.manual_seed(_dropout_seed(options.seed, number, index))
-                loss, nll = self.loss(**self.inputs(self.corpus, batch))
-                accelerator.backward(loss * factor)
-            losses.append(torch.stack([loss.detach(), nll]))
-        return losses, weight
+                with accelerator.autocast():
+                    loss, nll = self.loss(**self.inputs(self.corpus, batch))
+                # The reduction of gradients takes the mean over processes.
+                accelerator.backward(loss * (weight * accelerator.num_processes / update.num_target_tokens))
+            if weight > 0.0:
+                losses.append(torch.stack([loss.detach(), nll]))
+        return losses
 
     def _bad_batch(self, update: Update, sums: torch.Tensor) -> np.ndarray | None:
         """The first batch of the update whose loss is not finite, on whichever process; `None` if all losses are."""
