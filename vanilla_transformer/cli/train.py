@@ -7,6 +7,8 @@ from vanilla_transformer.training.configuration import TrainingOptions, check_te
 
 
 OPTIONS = TrainingOptions
+# Translations that samples.jsonl keeps of each validation.
+NUM_SAMPLES = 5
 
 
 def run(options: TrainingOptions) -> int:
@@ -33,7 +35,7 @@ def run(options: TrainingOptions) -> int:
 
 
 def _sample_bleu(options: TrainingOptions):
-    """BLEU on evenly spaced validation sentences, for the engine to call at each validation."""
+    """BLEU on evenly spaced validation sentences, and some of them, for the engine to call at each validation."""
     if not options.valid_files or options.valid_bleu_sentences == 0:
         return None
     from vanilla_transformer.data.corpora import ParallelText, Rejections
@@ -51,6 +53,11 @@ def _sample_bleu(options: TrainingOptions):
     def evaluation(model, tokenizer):
         # Greedy: the curve is to be looked at often, and costs a tenth of a beam search.
         translator = Translator(model, tokenizer, num_beams=1, tokens_per_batch=options.tokens_per_batch)
-        return {"bleu": evaluate_model(translator, sources, references)[0].bleu}
+        scores, translations = evaluate_model(translator, sources, references)
+        texts = [
+            {"source": source, "reference": reference, "hypothesis": hypothesis}
+            for source, reference, hypothesis in zip(sources, references, translations, strict=True)
+        ]
+        return {"bleu": scores.bleu, "samples": texts[:: max(1, len(texts) // NUM_SAMPLES)][:NUM_SAMPLES]}
 
     return evaluation

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -167,6 +168,11 @@ class TrainingOptions:
     length_penalty: float = option(
         0.6, "Length penalty written there; transformers divides a score by length to this power."
     )
+    trackers: tuple[str, ...] | None = option(
+        None,
+        "Where the numbers of metrics.jsonl go too: tensorboard, trackio, wandb, or none; default: tensorboard if it "
+        "is installed.",
+    )
     resume: bool = option(False, "Continue the run in OUTPUT_DIR from its newest checkpoint.")
     dry_run: bool = option(False, "Print size, batches, memory and time of the run, and train nothing.")
 
@@ -225,6 +231,7 @@ class TrainingOptions:
             self.provenance == "paper" or self.provenance in PROVENANCE,
             "paper, " + " or ".join(PROVENANCE),
         )
+        self._check_trackers()
         if self.max_length > self.tokens_per_batch:
             raise UserError(
                 f"--max_length is {self.max_length} and --tokens_per_batch {self.tokens_per_batch}; a batch must hold "
@@ -293,6 +300,25 @@ class TrainingOptions:
         if not condition:
             raise UserError(f"--{name} is {getattr(self, name)}; it must be {rule}.")
 
+    def _check_trackers(self) -> None:
+        names = self.trackers or ()
+        if names == ("none",):
+            return
+        for name in names:
+            if name not in TRACKERS:
+                raise UserError(f"--trackers names {name}; it must be none, or of {', '.join(TRACKERS)}.")
+            if find_spec(name) is None:
+                raise UserError(
+                    f"--trackers names {name}, which is not installed; run `pip install {name}`, or leave it out."
+                )
+
+    @property
+    def chosen_trackers(self) -> tuple[str, ...]:
+        """The trackers to log to."""
+        if self.trackers is None:
+            return ("tensorboard",) if find_spec("tensorboard") is not None else ()
+        return () if self.trackers == ("none",) else self.trackers
+
     @property
     def batches_per_update(self) -> int:
         """Number of batches in one optimiser step."""
@@ -350,6 +376,9 @@ MODEL_OPTIONS = (
     "tie_word_embeddings",
 )
 
+# Packages that draw curves, and the names of Accelerate's trackers.
+TRACKERS = ("tensorboard", "trackio", "wandb")
+
 # Options that a resumed run may change: they do not touch what was computed up to the checkpoint.
 FREE_ON_RESUME = (
     "output_dir",
@@ -385,6 +414,7 @@ FREE_ON_RESUME = (
     "average_last",
     "num_beams",
     "length_penalty",
+    "trackers",
     "resume",
     "dry_run",
 )

@@ -61,7 +61,7 @@ class MovingAverage:
             self._copy(weights)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The average under the weights' names, whole and on the CPU; if it is sharded, all processes must call this."""
+        """The average under the weights' names, whole and on the CPU; if it is sharded, all processes must call it."""
         return {name: whole(average).cpu().contiguous() for name, average in self.averages.items()}
 
     def load(self, folder: Path) -> None:

@@ -55,10 +55,12 @@ from .schedule import learning_rate
 from .selection import Selection
 from .sharding import Division, distribute, is_sharded, reshard, whole_model, with_idle_passes
 from .step import OptimiserStep
+from .tracking import Trackers
 
 
-# Receives the model in evaluation mode and the tokenizer; returns named scores for the journal.
-Evaluation = Callable[[PreTrainedModel, PreTrainedTokenizerBase], dict[str, float]]
+# Receives the model in evaluation mode and the tokenizer; returns named scores for the journal and, if it likes, under
+# `samples` a sequence of dictionaries, such as of source, reference and hypothesis, for samples.jsonl.
+Evaluation = Callable[[PreTrainedModel, PreTrainedTokenizerBase], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,10 @@ class TrainingRun:
         journal = None
         if accelerator.is_main_process:
             write_run_record(options.output_dir, options, self.data, self._facts())
-            journal = Journal(options.output_dir / "metrics.jsonl", self.update, self.selection.validated)
+            trackers = Trackers(options.chosen_trackers, options.output_dir, options.as_dict(), resume=options.resume)
+            validated = self.selection.validated
+            journal = Journal(options.output_dir / "metrics.jsonl", self.update, validated, trackers.log)
+            self._samples = Journal(options.output_dir / "samples.jsonl", validated)
             # What lies beyond is damaged, and would be counted among the last checkpoints.
             discard(path for path in list_checkpoints(self.checkpoints) if update_of(path) > self.update)
             # A kill may have come between writing the newest one and this.
@@ -207,6 +212,8 @@ class TrainingRun:
             self._loop(journal, progress)
         if not self.stop:
             self._finish()
+        if accelerator.is_main_process:
+            trackers.finish()
         accelerator.wait_for_everyone()
         accelerator.end_training()
         out_of_time = self.stop == OUT_OF_TIME
@@ -267,7 +274,10 @@ class TrainingRun:
     def _validate(self, journal: Journal | None, progress: tqdm) -> bool:
         """Validate, write it down, and return whether this update's checkpoint is one of the best."""
         record = self.validate()
+        samples = record.pop("samples", ())
         if journal is not None:
+            for sample in samples:
+                self._samples.write("sample", self.update, sample)
             journal.write("valid", self.update, record)
             progress.write(_validation_line(self.update, record), file=sys.stderr)
         self._window.restart_clock()
@@ -298,7 +308,7 @@ class TrainingRun:
             self.average.follow(number)
         return sums
 
-    def validate(self) -> dict[str, float]:
+    def validate(self) -> dict[str, Any]:
         """Score the validation text: loss without smoothing in nats a token, perplexity, and the evaluation's scores.
 
         Returns:
@@ -308,7 +318,7 @@ class TrainingRun:
             return self._validate_weights()
 
     @torch.no_grad()
-    def _validate_weights(self) -> dict[str, float]:
+    def _validate_weights(self) -> dict[str, Any]:
         accelerator, corpus = self.accelerator, self.data.valid
         self.loss.eval()
         batches = _plan(corpus, self.options, shuffle=False).batches(0)

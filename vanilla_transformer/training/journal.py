@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +20,48 @@ class Journal:
         path: File of JSON lines, each with the number of its optimiser step under `update`.
         last_update: Records beyond this step are dropped: the run that wrote them stopped before it saved its state.
         last_validation: Likewise for validations, of which the last step's may not be part of the saved state.
+        on_record: Receives every record, those that are kept too.
     """
 
-    def __init__(self, path: Path, last_update: int = 0, last_validation: int | None = None):
+    def __init__(
+        self,
+        path: Path,
+        last_update: int = 0,
+        last_validation: int | None = None,
+        on_record: Callable[[dict[str, Any]], None] | None = None,
+    ):
         self.path = path
+        self._on_record = on_record
         last = {"valid": last_update if last_validation is None else last_validation}
         records = read_journal(path) if path.exists() else []
         kept = [record for record in records if record["update"] <= last.get(record["kind"], last_update)]
         partial = path.with_name(f"partial-{path.name}")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        partial.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), encoding="utf-8")
         partial.replace(path)
+        if on_record is not None:
+            for record in kept:
+                on_record(record)
 
     def write(self, kind: str, update: int, values: dict[str, Any]) -> None:
         """Append a record.
 
         Args:
-            kind: `train` or `valid`.
+            kind: `train`, `valid` or `sample`.
             update: Number of optimiser steps done.
-            values: Measurements.
+            values: Measurements, or a sample's texts.
         """
+        record = {"kind": kind, "update": update, **values}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "update": update, **values}) + "\n")
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        if self._on_record is not None:
+            self._on_record(record)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
     """All whole records of a journal; a last line that was cut off is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # Only "\n" ends a record; `splitlines` would also split at a U+2028 inside of a text.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             records.append(json.loads(line))
         except ValueError:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from .configuration import TrainingOptions
+from .identity import identity_of
 from .preparation import PreparedData
 from .sharding import Division
 
@@ -27,12 +28,17 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         facts: What the engine knows of the run: `parameters`, `updates`, `updates_per_epoch`, `fill_rate`,
             `processes`, `division`, `wrapper`, `device` and `attention`.
     """
+    fingerprints = identity_of(options, data)["data"]
+    if data.valid is not None:
+        fingerprints["validation text"] = data.valid.fingerprint
     values = options.as_dict() | {"resume": False}
     (folder / "options.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     record = {
         **facts,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _PACKAGES},
+        "trackers": list(options.chosen_trackers),
+        "fingerprints": fingerprints,
         "train": data.train.report,
         "valid": None if data.valid is None else data.valid.report,
     }
