@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 
 from vanilla_transformer.errors import UserError
 
+from .leases import MANIFEST, rename_unless_read
 from .sharding import part_for, whole
 
 
 _NAME = re.compile(r"update-(\d+)")
-_MANIFEST = "manifest.json"
 # What a run is resumed from; a manifest that leaves one of these out vouches for nothing.
 _NEEDED = ("config.json", "model.safetensors", "optimizer.safetensors", "training_state.json")
 # Beginning of the name of a checkpoint while another one of the same update takes its place.
@@ -71,7 +71,7 @@ def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -
     try:
         write(partial)
         manifest = {path.name: _describe(path) for path in sorted(partial.iterdir())}
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
@@ -100,12 +100,12 @@ def fault_of(checkpoint: Path) -> str | None:
     Returns:
         `None` if every file has the size and digest that the manifest states, else what is wrong.
     """
-    name = _MANIFEST
+    name = MANIFEST
     try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         for name in _NEEDED:
             if name not in manifest:
-                return f"{_MANIFEST} does not state {name}"
+                return f"{MANIFEST} does not state {name}"
         for name, expected in manifest.items():
             path = checkpoint / name
             if not path.is_file():
@@ -117,7 +117,7 @@ def fault_of(checkpoint: Path) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{_MANIFEST} cannot be read ({error})"
+        return f"{MANIFEST} cannot be read ({error})"
     return None
 
 
@@ -177,6 +177,8 @@ def last_checkpoints(folder: Path) -> list[Path]:
 def rotate(folder: Path, keep: int, best: Collection[int] = ()) -> None:
     """Delete all but the last and the best checkpoints, and what an interrupted write or deletion left.
 
+    A checkpoint that is being read stays, for a later call to delete.
+
     Args:
         folder: Folder of the checkpoints.
         keep: Number of last checkpoints to keep.
@@ -189,7 +191,7 @@ def rotate(folder: Path, keep: int, best: Collection[int] = ()) -> None:
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
-    """Delete checkpoints.
+    """Delete checkpoints, but none that is being read.
 
     Args:
         checkpoints: Folders of the checkpoints.
@@ -198,8 +200,8 @@ def discard(checkpoints: Iterable[Path]) -> None:
         # Renamed first, so that a checkpoint never stands there half deleted.
         doomed = _partial(checkpoint)
         _remove(doomed)
-        checkpoint.rename(doomed)
-        _remove(doomed)
+        if rename_unless_read(checkpoint, doomed):
+            _remove(doomed)
 
 
 def moments_of(

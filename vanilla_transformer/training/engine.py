@@ -47,6 +47,7 @@ from .failures import naming_disk
 from .identity import architecture_of, differences, identity_of
 from .initialisation import make_model
 from .journal import Journal, Window
+from .leases import hand_out
 from .loss import SmoothedTranslationLoss
 from .preparation import PreparedData, prepare
 from .process import OUT_OF_TIME, accelerating, catch_signals, keep_freed_memory
@@ -85,12 +86,19 @@ class TrainingResult:
         return self.interrupted_by is None and not self.out_of_time
 
 
-def train(options: TrainingOptions, evaluation: Evaluation | None = None) -> TrainingResult:
+def train(
+    options: TrainingOptions,
+    evaluation: Evaluation | None = None,
+    on_checkpoint: Callable[[Path], object] | None = None,
+) -> TrainingResult:
     """Train a translation model from parallel text.
 
     Args:
         options: Training options.
         evaluation: Scores the model at each validation, on the main process.
+        on_checkpoint: Receives the folder of every finished checkpoint, on the main process, such as to publish it.
+            The run waits for it, so that long work belongs in a thread, under `leases.reading`. Its errors are
+            reported and do not end the run.
 
     Returns:
         How the run ended.
@@ -109,7 +117,8 @@ def train(options: TrainingOptions, evaluation: Evaluation | None = None) -> Tra
     with accelerating(options) as accelerator:
         with accelerator.main_process_first():
             data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
-        return TrainingRun(options, accelerator, data, evaluation, started + options.max_seconds).run()
+        deadline = started + options.max_seconds
+        return TrainingRun(options, accelerator, data, evaluation, deadline, on_checkpoint).run()
 
 
 class TrainingRun:
@@ -121,6 +130,7 @@ class TrainingRun:
         data: Vocabulary and encoded text.
         evaluation: Scores the model at each validation, on the main process.
         deadline: When the run is to be saved and stopped, in seconds of `time.monotonic`.
+        on_checkpoint: Receives the folder of every finished checkpoint, on the main process.
 
     Raises:
         UserError: The checkpoint to resume from is damaged or belongs to another run.
@@ -133,12 +143,14 @@ class TrainingRun:
         data: PreparedData,
         evaluation: Evaluation | None,
         deadline: float = math.inf,
+        on_checkpoint: Callable[[Path], object] | None = None,
     ):
         self.options = options
         self.accelerator = accelerator
         self.data = data
         self.evaluation = evaluation
         self.deadline = deadline
+        self.on_checkpoint = on_checkpoint
         self.checkpoints = options.output_dir / "checkpoints"
         self.batches = _plan(data.train, options)
         first_epoch = self.batches.updates(0)
@@ -349,12 +361,14 @@ class TrainingRun:
                 tensors[EMA_WEIGHTS] = self.average.tensors()
         if self.accelerator.is_main_process:
             with naming_disk(f"The checkpoint of update {self.update:,}", self.checkpoints, self.checkpoints):
-                write_checkpoint(
+                checkpoint = write_checkpoint(
                     self.checkpoints,
                     self.update,
                     lambda folder: self._write_checkpoint_files(folder, state, model, tensors),
                 )
             rotate(self.checkpoints, self.options.keep_last, self.selection.best_updates)
+            if self.on_checkpoint is not None:
+                hand_out(checkpoint, self.on_checkpoint)
         self.accelerator.wait_for_everyone()
 
     def _planned(self, done: int) -> Update:

@@ -1,0 +1,101 @@
+"""Leases on checkpoints: one that is being read is not deleted, whoever reads it."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+try:
+    import fcntl
+except ImportError:
+    # Windows, which renames no folder that has an open file in it.
+    fcntl = None
+
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[Path]:
+    """Keep a checkpoint from being deleted while it is read, in this thread, another or another process.
+
+    Training goes on meanwhile, and deletes the checkpoint later. The lease is a lock on the manifest, which the
+    operating system releases when its holder dies.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+
+    Yields:
+        The checkpoint.
+
+    Raises:
+        FileNotFoundError: The checkpoint does not exist, or was deleted just now.
+
+    Example:
+        Uploading in the background, while the run goes on::
+
+            def publish(checkpoint: Path) -> None:
+                with reading(checkpoint):
+                    upload(checkpoint)
+
+            train(options, on_checkpoint=lambda checkpoint: executor.submit(publish, checkpoint))
+    """
+    path = checkpoint / MANIFEST
+    with path.open("rb") as manifest:
+        if fcntl is not None:
+            fcntl.flock(manifest, fcntl.LOCK_SH)
+        # A deletion may have come between opening and locking.
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(manifest.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "The checkpoint was deleted", str(checkpoint))
+        yield checkpoint
+
+
+def rename_unless_read(checkpoint: Path, target: Path) -> bool:
+    """Rename a checkpoint, if nobody is reading it.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        target: Its new path.
+
+    Returns:
+        Whether it was renamed.
+    """
+    if fcntl is None:
+        try:
+            checkpoint.rename(target)
+        except PermissionError:
+            return False
+        return True
+    try:
+        # Network file systems lock exclusively only what may be written.
+        manifest = (checkpoint / MANIFEST).open("r+b")
+    except OSError:
+        # Nobody can be reading a checkpoint without its manifest.
+        checkpoint.rename(target)
+        return True
+    with manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        checkpoint.rename(target)
+    return True
+
+
+def hand_out(checkpoint: Path, receive: Callable[[Path], object]) -> None:
+    """Give a finished checkpoint to whoever publishes it; a failure there is reported, and not one of the run.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        receive: Receives the folder, which stays at least until it returns.
+    """
+    try:
+        with reading(checkpoint):
+            receive(checkpoint)
+    except Exception as error:
+        print(
+            f"on_checkpoint failed on {checkpoint} ({type(error).__name__}: {error}); the run goes on.",
+            file=sys.stderr,
+        )
