@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import TrainingOptions, check_texts
 
 
@@ -15,6 +16,8 @@ def run(options: TrainingOptions) -> int:
     """Train, or with `--dry_run` estimate."""
     options.check()
     check_texts(options)
+    if options.num_processes > 1 and not options.dry_run:
+        return _launch(options)
     from .session import start
 
     start()
@@ -32,6 +35,26 @@ def run(options: TrainingOptions) -> int:
             f"Stopped after {result.updates:,} updates and saved; continue with --resume.", file=sys.stderr, flush=True
         )
     return 0 if result.interrupted_by is None else 128 + result.interrupted_by
+
+
+def _launch(options: TrainingOptions) -> int:
+    """Train in several processes that have the same options."""
+    import tempfile
+    from dataclasses import replace
+
+    import yaml
+
+    from vanilla_transformer.training.launcher import is_launched, launch
+
+    if is_launched():
+        raise UserError(
+            f"--num_processes is {options.num_processes}, but another launcher has started this process; leave it to "
+            "one of the two."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "options.yaml"
+        path.write_text(yaml.safe_dump(replace(options, num_processes=1).as_dict()), encoding="utf-8")
+        return launch(["train", "--config", str(path)], options.num_processes)
 
 
 def _sample_bleu(options: TrainingOptions):

@@ -143,6 +143,9 @@ class TrainingOptions:
     )
     seed: int = option(1, "Seed of initial weights, batch order and dropout.")
 
+    num_processes: int = option(
+        1, "Processes on this machine that share the run; several machines need `accelerate launch` or torchrun."
+    )
     device: Literal["auto", "cpu"] = option("auto", "cpu keeps the run off accelerators.")
     mixed_precision: Literal["no", "bf16", "fp16"] = option(
         "no", "bf16 computes matrix products in bfloat16; fp16 in float16, with a loss scale that adapts itself."
@@ -200,6 +203,7 @@ class TrainingOptions:
             "save_every",
             "keep_last",
             "num_beams",
+            "num_processes",
         ):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("max_epochs", "average_last"):
@@ -401,6 +405,7 @@ FREE_ON_RESUME = (
     "max_time",
     "early_stopping_patience",
     "early_stopping_threshold",
+    "num_processes",
     "device",
     "attention",
     "gradient_checkpointing",
