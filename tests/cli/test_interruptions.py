@@ -10,13 +10,13 @@ from vanilla_transformer.training.journal import read_journal
 
 
 def test_ctrl_c_while_text_is_encoded(call, train, tmp_path, monkeypatch):
-    encode_block = encoding._encode_block
+    encode_block = encoding.PairEncoder.__call__
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
         return encode_block(*arguments)
 
-    monkeypatch.setattr(encoding, "_encode_block", interrupted)
+    monkeypatch.setattr(encoding.PairEncoder, "__call__", interrupted)
     status, out, err = call(*train())
     assert (status, out) == (130, "")
     assert err.endswith("vanilla-transformer train: stopped by Ctrl-C.\n")

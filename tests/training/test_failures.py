@@ -213,9 +213,9 @@ def test_a_result_that_cannot_be_written_can_be_made_later(make_options, tmp_pat
     options = make_options(tmp_path, max_updates=4)
     original = engine.average_checkpoints
 
-    def average(*arguments):
+    def average(*arguments, **options):
         with small_files(8192):
-            original(*arguments)
+            original(*arguments, **options)
 
     message = r"The model cannot be written to .*File too large.* use --resume\."
     with mock.patch.object(engine, "average_checkpoints", average), pytest.raises(UserError, match=message):

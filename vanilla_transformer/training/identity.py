@@ -38,7 +38,7 @@ def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     Returns:
         Values by name.
     """
-    notes = ("transformers_version", "architectures", "dtype")
+    notes = ("transformers_version", "architectures", "dtype", "_name_or_path")
     return {name: value for name, value in config.to_dict().items() if name not in notes}
 
 
