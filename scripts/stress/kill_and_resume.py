@@ -26,15 +26,17 @@ from observed_training import train_observed
 from tqdm import tqdm
 
 from vanilla_transformer import VanillaTransformerTokenizer
-from vanilla_transformer.training.checkpoints import checkpoint_name, list_checkpoints
+from vanilla_transformer.training.checkpoints import checkpoint_name, list_checkpoints, update_of
 from vanilla_transformer.training.journal import read_journal
 
 
 # Forks processes that have imported everything: most of what a start takes is importing torch.
 SERVER = multiprocessing.get_context("forkserver")
 SAVE_EVERY = 5
-# A start survives for some 5 updates, of which those since the last checkpoint are lost: 3 to 4 remain.
-UPDATES_PER_KILL = 8
+# A start survives for 5 to 15 updates, of which those since the last checkpoint are lost.
+UPDATES_PER_KILL = 12
+# For so many updates a kill waits for the moment that it aims at; all moments come within them.
+PATIENCE = 8
 # What kills aim at, by frequency. "one process" applies to several processes.
 AIMS = {"moment": 6, "accumulation": 4, "checkpoint": 6, "validation": 1, "after SIGTERM": 3, "start": 1}
 SETTINGS = {
@@ -84,15 +86,20 @@ class Attempt:
         name: Name of the run's folder in it.
         processes: Number of processes.
         updates: Length of the run.
+        survives: For how many updates the run goes on before it waits to be killed; `None` lets it go on to its end.
     """
 
-    def __init__(self, folder: Path, name: str, processes: int, updates: int):
+    def __init__(self, folder: Path, name: str, processes: int, updates: int, survives: int | None = None):
         self.run, self.notes, self.log = folder / name, folder / f"{name}-notes", folder / f"{name}.log"
         self.notes.mkdir(exist_ok=True)
         for path in (self.log, *self.notes.glob("phase-*")):
             path.unlink(missing_ok=True)
         # As a user would: there is nothing to resume before the first checkpoint.
-        self.resumes = bool(list_checkpoints(self.run / "checkpoints"))
+        checkpoints = list_checkpoints(self.run / "checkpoints")
+        self.resumes = bool(checkpoints)
+        self.limit = None
+        if survives is not None:
+            self.limit = (update_of(checkpoints[-1]) if checkpoints else 0) + survives + 1
         settings = {**SETTINGS, "output_dir": self.run, "tokenizer": folder / "tokenizer", "max_updates": updates}
         flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
         for side in ("train", "valid"):
@@ -107,7 +114,9 @@ class Attempt:
             common["WORLD_SIZE"] = str(processes)
             environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
         self.processes = [
-            SERVER.Process(target=train_observed, args=([*map(str, flags)], self.notes, self.log, environment))
+            SERVER.Process(
+                target=train_observed, args=([*map(str, flags)], self.notes, self.log, environment, self.limit)
+            )
             for environment in environments
         ]
         for process in self.processes:
@@ -179,22 +188,24 @@ def strike(attempt: Attempt, aim: str, generator: random.Random, pace: Pace) -> 
     else:
         if not attempt.wait_until(lambda position: position.update > 0):
             return None
-        target = attempt.position().update + generator.randrange(2 * SAVE_EVERY)
-        phases = {"checkpoint": "checkpoint", "validation": "validation"}
-        if aim in phases:
-            reached = attempt.wait_until(lambda now: now.update >= target and now.phase == phases[aim])
-        elif aim == "accumulation":
-            reached = attempt.wait_until(lambda now: now.update >= target and now.batch > 1 and now.phase == "step")
-        else:
-            reached = attempt.wait_until(lambda now: now.update >= target)
-        if not reached:
+        target = attempt.limit - PATIENCE
+        moments = {
+            "checkpoint": lambda now: now.phase == "checkpoint",
+            "validation": lambda now: now.phase == "validation",
+            "accumulation": lambda now: now.phase == "step" and now.batch > 1,
+        }
+        is_moment = moments.get(aim, lambda now: True)
+        if not attempt.wait_until(
+            lambda now: now.update >= attempt.limit or (now.update >= target and is_moment(now))
+        ):
             return None
         if aim == "after SIGTERM":
             attempt.send(signal.SIGTERM)
         # Writing a checkpoint takes twice as long as an update, deleting one half as long.
         updates = {"checkpoint": 2.5, "after SIGTERM": 4.0, "accumulation": 0.3, "validation": 0.5}
         time.sleep(generator.uniform(0.0, pace.update * updates.get(aim, 1.5)))
-    if aim == "one process":
+    # Its peers notice that it is gone, unless they wait to be killed.
+    if aim == "one process" and attempt.position().update < attempt.limit - 1:
         generator.choice(attempt.processes).kill()
     else:
         attempt.send(signal.SIGKILL)
@@ -285,7 +296,8 @@ def stress(folder: Path, kills: int, processes: int, seed: int) -> int:
     finished = False
     with tqdm(total=kills, desc="Killing", unit="kill", dynamic_ncols=True, disable=False) as progress:
         while not finished:
-            attempt = Attempt(folder, "killed", processes, updates)
+            survives = PATIENCE + generator.randrange(2 * SAVE_EVERY) if landed.total() < kills else None
+            attempt = Attempt(folder, "killed", processes, updates, survives)
             try:
                 place = None
                 if landed.total() < kills:

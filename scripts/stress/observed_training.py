@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -43,8 +44,8 @@ class Notes:
         os.write(self._plans, (json.dumps([update, batches]) + "\n").encode())
 
 
-def observe(notes: Notes) -> None:
-    """Have the engine's methods say when they begin and end."""
+def observe(notes: Notes, limit: int | None) -> None:
+    """Have the engine's methods say when they begin and end; before the update `limit`, wait to be killed."""
 
     def during(phase: str, method: Callable) -> Callable:
         @wraps(method)
@@ -63,6 +64,9 @@ def observe(notes: Notes) -> None:
     @wraps(step)
     def planned_step(run, update, number, *arguments, **options):
         notes.update, notes.batch = number, 0
+        notes.enter(notes.phase)
+        while number == limit:
+            time.sleep(1.0)
         notes.plan(number, [batch.tolist() for batch in update.batches])
         return during("step", step)(run, update, number, *arguments, **options)
 
@@ -78,7 +82,7 @@ def observe(notes: Notes) -> None:
     TrainingRun.save = during("checkpoint", TrainingRun.save)
 
 
-def train_observed(flags: list[str], notes: Path, log: Path, environment: dict[str, str]) -> None:
+def train_observed(flags: list[str], notes: Path, log: Path, environment: dict[str, str], limit: int | None) -> None:
     """Train in a process of its own, at the head of a process group.
 
     Args:
@@ -86,6 +90,7 @@ def train_observed(flags: list[str], notes: Path, log: Path, environment: dict[s
         notes: Folder of the notes.
         log: Receives what the run prints.
         environment: What a launcher would tell this process.
+        limit: Number of the update before which to wait to be killed, however late the kill comes.
     """
     os.setpgid(0, 0)
     os.environ.update(environment)
@@ -94,5 +99,5 @@ def train_observed(flags: list[str], notes: Path, log: Path, environment: dict[s
         os.dup2(output, stream)
     # tqdm's own is one that a killed process leaves behind.
     tqdm.set_lock(threading.RLock())
-    observe(Notes(notes, int(environment.get("RANK", "0"))))
+    observe(Notes(notes, int(environment.get("RANK", "0"))), limit)
     sys.exit(main(["train", *flags]))
