@@ -20,6 +20,10 @@ D_MODEL, WARMUP_STEPS = 16, 5
 UPDATES_PER_EPOCH, MAX_UPDATES = 4, 11
 
 
+# What no two runs share.
+MEASURED = ("tokens_per_second", "model_flops_utilization")
+
+
 def train_anew(options: TrainingOptions, evaluation=None):
     AcceleratorState._reset_state(reset_partial_state=True)
     return train(options, evaluation)
@@ -62,7 +66,7 @@ def records_of(folder: Path, kind: str | None = None) -> list[dict]:
     """The journal without the one measurement that no two runs share."""
     records = read_journal(folder / "metrics.jsonl")
     return [
-        {name: value for name, value in record.items() if name != "tokens_per_second"}
+        {name: value for name, value in record.items() if name not in MEASURED}
         for record in records
         if kind in (None, record["kind"])
     ]

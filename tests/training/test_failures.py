@@ -41,6 +41,27 @@ def test_running_out_of_memory_names_the_batch_and_the_option(make_options, tmp_
     assert raised.value.__cause__ is error
 
 
+def allocate_more_than_there_is(*_):
+    torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize("place", ["backward", "optimiser", "validation"])
+def test_memory_that_a_processor_refuses_is_named_wherever_it_is_asked_for(make_options, tmp_path, place):
+    run = make_run(make_options(tmp_path))
+    if place == "backward":
+        run.model.model.shared.weight.register_hook(allocate_more_than_there_is)
+    elif place == "optimiser":
+        run.optimizer.optimizer.register_step_pre_hook(allocate_more_than_there_is)
+    else:
+        run.model.register_forward_pre_hook(allocate_more_than_there_is)
+        run.model.model.register_forward_pre_hook(allocate_more_than_there_is)
+    where = {"backward": "update 1", "optimiser": "the optimiser's part of update 1"}
+    expected = rf"^Out of memory in {where.get(place, 'the validation of update 0')}, on a batch of \d+ pairs with .*"
+    with pytest.raises(UserError, match=expected + "lower --tokens_per_batch") as raised:
+        run.validate() if place == "validation" else run.step(run.batches.updates(0)[0], 1)
+    assert "DefaultCPUAllocator" in str(raised.value.__cause__)
+
+
 def test_other_failures_pass_through(make_options, tmp_path):
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with mock.patch.object(SmoothedTranslationLoss, "forward", side_effect=error), pytest.raises(RuntimeError) as got:

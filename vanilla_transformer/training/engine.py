@@ -43,10 +43,10 @@ from .checkpoints import (
 from .configuration import TrainingOptions, check_output_dir, check_texts
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
 from .ema import EMA_WEIGHTS, MovingAverage
-from .failures import naming_disk
+from .failures import naming_batch, naming_disk
 from .identity import architecture_of, differences, identity_of
 from .initialisation import make_model
-from .journal import Journal, Window
+from .journal import Journal, Window, validation_line
 from .leases import hand_out
 from .loss import SmoothedTranslationLoss
 from .preparation import PreparedData, prepare
@@ -57,6 +57,7 @@ from .selection import Selection
 from .sharding import Division, distribute, is_sharded, reshard, whole_model, with_idle_passes
 from .step import OptimiserStep
 from .tracking import Trackers
+from .utilization import ModelFlops, matrix_rate
 
 
 # Receives the model in evaluation mode and the tokenizer; returns named scores for the journal and, if it likes, under
@@ -111,6 +112,8 @@ def train(
     check_texts(options)
     if options.dry_run:
         raise ValueError("`train` trains; call `dry_run` to estimate a run.")
+    if options.num_processes > 1:
+        raise ValueError("`train` is one process; call `launch` to start several that call it.")
     check_output_dir(options)
     cache_dir = options.cache_dir or options.output_dir / "cache"
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -197,10 +200,13 @@ class TrainingRun:
         self.optimiser_step.skipped = skipped
         if self.update > 0 and isinstance(self.loss, DistributedDataParallel):
             self.optimiser_step.order_buckets(self._planned(self.update))
+        self._model_flops = ModelFlops(self.model)
 
     def run(self) -> TrainingResult:
         """Train to the end, or until a signal, and write the result."""
         options, accelerator = self.options, self.accelerator
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        self._matrix_rate = matrix_rate(accelerator.device, dtypes.get(options.mixed_precision, self.model.dtype))
         journal = None
         if accelerator.is_main_process:
             write_run_record(options.output_dir, options, self.data, self._facts())
@@ -251,7 +257,10 @@ class TrainingRun:
             if number % options.log_every == 0 or number == self.num_updates:
                 record = self._train_record(self._window)
                 self._window = Window()
-                progress.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s")
+                progress.set_postfix_str(
+                    f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s, "
+                    f"{record['model_flops_utilization']:.0%} MFU"
+                )
                 if journal is not None:
                     journal.write("train", number, record)
             is_best = not self.stop and self._validation_is_due() and self._validate(journal, progress)
@@ -291,7 +300,7 @@ class TrainingRun:
             for sample in samples:
                 self._samples.write("sample", self.update, sample)
             journal.write("valid", self.update, record)
-            progress.write(_validation_line(self.update, record), file=sys.stderr)
+            progress.write(validation_line(self.update, record), file=sys.stderr)
         self._window.restart_clock()
         return self.selection.see(self.update, record)
 
@@ -336,8 +345,9 @@ class TrainingRun:
         batches = _plan(corpus, self.options, shuffle=False).batches(0)
         sums = torch.zeros(2, dtype=torch.float64)
         share = list(enumerate(batches))[accelerator.process_index :: accelerator.num_processes]
+        where = f"the validation of update {self.update:,}"
         for _, batch, weight in with_idle_passes(share, batches, accelerator.num_processes):
-            with accelerator.autocast():
+            with accelerator.autocast(), naming_batch(where, batch, corpus, self.options.tokens_per_batch):
                 _, nll = self.loss(**self.optimiser_step.inputs(corpus, batch))
             counted = torch.tensor([nll.item(), float(corpus.target_lengths[batch].sum())], dtype=torch.float64)
             sums += weight * counted
@@ -388,6 +398,7 @@ class TrainingRun:
     def _train_record(self, window: Window) -> dict[str, float | None]:
         loss, nll = window.sums.tolist()
         norm = self.optimiser_step.gradient_norm
+        flops = self._model_flops.of(window.batches, self.data.train)
         record = {
             "epoch": round(self.update / self.updates_per_epoch, 4),
             "loss": loss / window.target_tokens,
@@ -396,6 +407,7 @@ class TrainingRun:
             "gradient_norm": norm if math.isfinite(norm) else None,
             "learning_rate": self._learning_rate(self.update),
             "tokens_per_second": window.tokens / window.seconds,
+            "model_flops_utilization": flops / (window.seconds * self._matrix_rate * self.accelerator.num_processes),
             "fill_rate": self.batches.fill_rate(window.batches),
         }
         if self.accelerator.scaler is not None:
@@ -501,6 +513,7 @@ class TrainingRun:
             "wrapper": type(self.loss).__name__,
             "device": str(self.accelerator.device),
             "attention": self.model.config._attn_implementation,
+            "matrix_flops_per_second": self._matrix_rate,
         }
 
     def _finish(self) -> None:
@@ -536,8 +549,3 @@ def _plan(corpus: EncodedCorpus, options: TrainingOptions, *, shuffle: bool = Tr
         seed=options.seed,
         shuffle=shuffle,
     )
-
-
-def _validation_line(update: int, record: dict[str, float]) -> str:
-    scores = ", ".join(f"{name} {value:.2f}" for name, value in record.items() if name != "loss")
-    return f"Update {update:,}: validation loss {record['loss']:.4f}, {scores}"

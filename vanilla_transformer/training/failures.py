@@ -13,11 +13,11 @@ from .checkpoints import list_checkpoints
 
 
 @contextmanager
-def naming_batch(number: int, batch: np.ndarray, corpus: EncodedCorpus, tokens_per_batch: int):
+def naming_batch(where: str, batch: np.ndarray, corpus: EncodedCorpus, tokens_per_batch: int):
     """Turn running out of memory into a sentence about the batch and the option to change.
 
     Args:
-        number: Number of the optimiser step.
+        where: What was going on, such as `update 7`.
         batch: Pair numbers [B].
         corpus: Corpus of the pairs.
         tokens_per_batch: The option's value.
@@ -28,7 +28,7 @@ def naming_batch(number: int, batch: np.ndarray, corpus: EncodedCorpus, tokens_p
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate" not in str(error):
             raise
         raise UserError(
-            f"Out of memory in update {number:,}, on a batch of {len(batch)} pairs with up to "
+            f"Out of memory in {where}, on a batch of {len(batch)} pairs with up to "
             f"{corpus.source_lengths[batch].max()} source and {corpus.target_lengths[batch].max()} target tokens; "
             f"lower --tokens_per_batch (it is {tokens_per_batch}), or use --gradient_checkpointing."
         ) from error

@@ -69,6 +69,12 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def validation_line(update: int, record: dict[str, float]) -> str:
+    """Say what a validation gave."""
+    scores = ", ".join(f"{name} {value:.2f}" for name, value in record.items() if name != "loss")
+    return f"Update {update:,}: validation loss {record['loss']:.4f}, {scores}"
+
+
 class Window:
     """Sums over the updates since the last record."""
 

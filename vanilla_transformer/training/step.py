@@ -91,8 +91,11 @@ class OptimiserStep:
             clip_grads_with_norm_(self.parameters, self.options.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        # After an overflow in float16 this leaves the weights alone, and halves the loss scale.
-        self.optimizer.step()
+        # The first step allocates Adam's moments.
+        where = f"the optimiser's part of update {number:,}"
+        with naming_batch(where, update.batches[-1], self.corpus, self.options.tokens_per_batch):
+            # After an overflow in float16 this leaves the weights alone, and halves the loss scale.
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return sums.sum(dim=0)
 
@@ -128,7 +131,7 @@ class OptimiserStep:
             last = position == len(passes) - 1
             with (
                 nullcontext() if last else without_reduction(self.loss),
-                naming_batch(number, batch, self.corpus, options.tokens_per_batch),
+                naming_batch(f"update {number:,}", batch, self.corpus, options.tokens_per_batch),
             ):
                 # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
                 torch.manual_seed(_dropout_seed(options.seed, number, index))
