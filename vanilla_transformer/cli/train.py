@@ -1,5 +1,6 @@
 """`train`: train a translation model on parallel text."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def run(options: TrainingOptions) -> int:
     from vanilla_transformer.training.engine import train
 
     result = train(options, _sample_bleu(options))
-    if not result.is_complete:
+    # One of several processes speaks for all.
+    if not result.is_complete and os.environ.get("RANK", "0") == "0":
         print(
             f"Stopped after {result.updates:,} updates and saved; continue with --resume.", file=sys.stderr, flush=True
         )
