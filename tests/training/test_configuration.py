@@ -53,6 +53,7 @@ def test_the_defaults_are_the_papers_and_pass():
 AT_LEAST_ONE = (
     "min_frequency",
     "vocabulary_pairs",
+    "stream_window",
     "max_updates",
     "tokens_per_batch",
     "tokens_per_update",
@@ -72,7 +73,7 @@ BROKEN_RULES = [
     *[("max_length", value, "it must be at least 2, one token and the sentence's end.") for value in (1, 0, -3)],
     *[
         (name, value, "it must be at least 0 and below 1.")
-        for name in ("label_smoothing", "adam_beta1", "adam_beta2")
+        for name in ("label_smoothing", "adam_beta1", "adam_beta2", "bpe_dropout")
         for value in (-0.1, 1.0, 1.5, float("nan"))
     ],
     *[
@@ -138,6 +139,14 @@ def test_training_text_must_be_named():
             {"train_files": (), "dataset": "x", "valid_split": "x", "valid_files": FILES},
             "Both --valid_files and --valid_split were given",
         ),
+        ({"streaming": True}, "--streaming was given without --dataset"),
+        *[
+            (
+                {"train_files": (), "dataset": "x", "streaming": True, **more},
+                "with --streaming; it needs text that is read",
+            )
+            for more in ({"dry_run": True}, {"bpe_dropout": 0.1}, {"max_epochs": 1})
+        ],
         ({"language_column": "to"}, "--language_column was given without --language_tags"),
         ({"language_tags": True}, "--language_tags was given without a language; name it with --target_language"),
     ],

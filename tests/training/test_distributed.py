@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from datasets import Dataset
 from safetensors.torch import load_file
 
 from vanilla_transformer import VanillaTransformerTokenizer
@@ -229,6 +230,30 @@ def test_a_run_moves_from_one_process_to_sharded_ones_and_back(flags, run_of_one
     assert_same_weights(*last)
     assert_same_weights(*last, file="optimizer.safetensors")
     assert_same_weights(*last, file="ema.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["dropout", "stream"])
+def test_two_processes_read_the_same_of_text_that_changes(flags, material, tmp_path, kind):
+    texts = [(material / f"train.{language}").read_text(encoding="utf-8").splitlines() for language in ("en", "de")]
+    arguments = {"dropout": 0, "max_updates": 8, "cache_dir": tmp_path / "cache"}
+    if kind == "dropout":
+        vocabulary = VanillaTransformerTokenizer.train_from_iterator([*texts[0], *texts[1]], 300)
+        vocabulary.save_pretrained(tmp_path / "merges")
+        arguments |= {"tokenizer": tmp_path / "merges", "bpe_dropout": 0.3}
+        runs = [flags(tmp_path / name, **arguments) for name in ("one", "two")]
+    else:
+        records = [{"source": source, "target": target} for source, target in zip(*texts, strict=True)]
+        Dataset.from_list(records).save_to_disk(tmp_path / "data")
+        arguments |= {"dataset": tmp_path / "data", "stream_window": 15}
+        # Without the files that all runs are given.
+        runs = [[*flags(tmp_path / name, **arguments)[3:], "--streaming"] for name in ("one", "two")]
+    train_here(runs[0])
+    log = tmp_path / "log"
+    with processes("many_gpus", IN_FLOAT64, runs[1], log) as process:
+        assert process.wait(timeout=300) == 0, log.read_text()
+    workers_of(log, "many_gpus")
+    assert_same_journal(tmp_path / "two", tmp_path / "one")
+    assert_same_weights(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.parametrize("launcher", ["many_gpus", pytest.param("fsdp", marks=pytest.mark.slow)])

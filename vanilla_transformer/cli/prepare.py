@@ -19,7 +19,8 @@ def run(options: TrainingOptions) -> int:
 
     data = prepare(options, cache_dir, show_progress=True)
     for name, corpus in (("training", data.train), ("validation", data.valid)):
-        if corpus is not None:
+        # Of a stream nothing is kept.
+        if corpus is not None and corpus.report["pairs_read"] is not None:
             dropped = corpus.report["summary"] or "dropped none"
             print(f"{name}: kept {len(corpus):,} of {corpus.report['pairs_read']:,} pairs; {dropped}")
     print(f"vocabulary: {len(data.tokenizer):,} entries")

@@ -61,13 +61,14 @@ def _launch(options: TrainingOptions) -> int:
 
 def _sample_bleu(options: TrainingOptions):
     """BLEU on evenly spaced validation sentences, and some of them, for the engine to call at each validation."""
-    if not options.valid_files or options.valid_bleu_sentences == 0:
+    _, text = check_texts(options)
+    # Sentences in several target languages have no one tag to be translated with.
+    if text is None or options.language_column is not None or options.valid_bleu_sentences == 0:
         return None
-    from vanilla_transformer.data.corpora import ParallelText, Rejections
+    from vanilla_transformer.data.corpora import Rejections
     from vanilla_transformer.evaluation import evaluate_model
     from vanilla_transformer.translation.translator import Translator
 
-    text = ParallelText(tuple(Path(path) for path in options.valid_files), options.tsv_columns)
     pairs = [(source, target) for _, source, target in text.pairs(Rejections("drop"))]
     if not pairs:
         # The engine names what is wrong with the text.

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, pairwise
 from pathlib import Path
@@ -105,19 +105,14 @@ def encode(
         UserError: Files of unequal length, an invalid pair that is refused, or no pair left.
     """
     num_lines = text.check_lines()
-    options = [FORMAT_VERSION, fingerprint_of_tokenizer(tokenizer), max_length, invalid_pairs]
-    if language_tags:
-        options += ["tagged", target_language]
-    if mark_words:
-        options.append("words")
     encoder = PairEncoder(
         tokenizer,
-        max_length,
-        tags=tokenizer.language_tags if language_tags else None,
+        max_length=max_length,
+        language_tags=language_tags,
         target_language=target_language,
         mark_words=mark_words,
     )
-    fingerprint = fingerprint_of_text(text, options)
+    fingerprint = fingerprint_of_text(text, encoder.options(invalid_pairs))
     folder = cache_dir / fingerprint
 
     def write(partial: Path) -> None:
@@ -201,7 +196,7 @@ class PairEncoder:
     Args:
         tokenizer: Turns both sides into ids and appends `</s>`.
         max_length: Largest number of tokens of a side, `</s>` and tag included.
-        tags: Ids of the languages' tags, to begin each source with the target language's; `None` for no tags.
+        language_tags: Whether each source begins with the vocabulary's tag for the target's language.
         target_language: Language of targets of which the pair does not say it.
         mark_words: Whether ids that begin a word are complemented.
     """
@@ -209,17 +204,26 @@ class PairEncoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
         *,
-        tags: Mapping[str, int] | None = None,
+        max_length: int,
+        language_tags: bool = False,
         target_language: str | None = None,
         mark_words: bool = False,
     ):
         self._tokenizer = tokenizer
         self._max_length = max_length
-        self._tags = tags
+        self._tags: dict[str, int] | None = tokenizer.language_tags if language_tags else None
         self._target_language = target_language
         self._mark_words = mark_words
+
+    def options(self, invalid_pairs: str) -> list[object]:
+        """Everything but the text that decides what is made of it."""
+        options = [FORMAT_VERSION, fingerprint_of_tokenizer(self._tokenizer), self._max_length, invalid_pairs]
+        if self._tags is not None:
+            options += ["tagged", self._target_language]
+        if self._mark_words:
+            options.append("words")
+        return options
 
     def __call__(
         self, text: PairSource, block: Sequence[Pair], rejections: Rejections

@@ -137,7 +137,11 @@ class DataSet(PairSource):
 
     @cached_property
     def records(self) -> "Dataset | IterableDataset":
-        """The split, opened."""
+        """The split, opened once; read it from the beginning only."""
+        return self.open()
+
+    def open(self) -> "Dataset | IterableDataset":
+        """Open the split anew, so that what was read of a stream before has no influence on its state."""
         # Too slow to be imported by a command that reads files.
         import datasets
 

@@ -49,6 +49,12 @@ class TrainingOptions:
     )
     dataset_config: str | None = option(None, "Configuration of the data set.")
     dataset_revision: str | None = option(None, "Commit, tag or branch of the data set on the Hub.")
+    streaming: bool = option(
+        False, "Read the data set as a stream, of any length, through a window of --stream_window pairs."
+    )
+    stream_window: int = option(
+        100_000, "Pairs of a stream that are sorted into batches together; they are kept in every checkpoint."
+    )
     train_split: str = option("train", "Split of the data set to train on.")
     valid_split: str | None = option(None, "Split of the data set to validate on.")
     pair_keys: tuple[str, str] | None = option(
@@ -70,6 +76,9 @@ class TrainingOptions:
     )
     invalid_pairs: Literal["drop", "refuse"] = option(
         "drop", "What to do with pairs that are empty, too long, not UTF-8 or lack columns."
+    )
+    bpe_dropout: float = option(
+        0.0, "Probability of leaving out a merge in training text, anew in each epoch (Provilkov et al., 2020)."
     )
     max_length: int = option(256, "Largest number of tokens of a sentence, its end included.")
     cache_dir: Path | None = option(None, "Folder of encoded text; default: OUTPUT_DIR/cache.")
@@ -194,6 +203,7 @@ class TrainingOptions:
         for name in (
             "min_frequency",
             "vocabulary_pairs",
+            "stream_window",
             "max_updates",
             "tokens_per_batch",
             "tokens_per_update",
@@ -214,6 +224,7 @@ class TrainingOptions:
             self._require("max_time", bool(_seconds(self.max_time)), rule)
         self._require("ema_decay", 0.0 <= self.ema_decay < 1.0, "at least 0 and below 1")
         self._require("max_length", self.max_length >= 2, "at least 2, one token and the sentence's end")
+        self._require("bpe_dropout", 0.0 <= self.bpe_dropout < 1.0, "at least 0 and below 1")
         self._require("label_smoothing", 0.0 <= self.label_smoothing < 1.0, "at least 0 and below 1")
         for name in ("adam_beta1", "adam_beta2"):
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "at least 0 and below 1")
@@ -260,8 +271,8 @@ class TrainingOptions:
         if self.train_files and self.dataset is not None:
             raise UserError("Both --train_files and --dataset were given; training text is one or the other.")
         if self.dataset is None:
-            for name in ("dataset_config", "dataset_revision", "valid_split"):
-                if getattr(self, name) is not None:
+            for name in ("dataset_config", "dataset_revision", "valid_split", "streaming"):
+                if getattr(self, name):
                     raise UserError(f"--{name} was given without --dataset; name the data set, or leave it out.")
         if self.valid_files and self.valid_split is not None:
             raise UserError("Both --valid_files and --valid_split were given; validation text is one or the other.")
@@ -270,6 +281,10 @@ class TrainingOptions:
                 f"Training text is {len(self.train_files)} and validation text {len(self.valid_files)} files; give "
                 "both in the same form."
             )
+        if self.streaming:
+            for name in ("dry_run", "bpe_dropout", "max_epochs"):
+                if getattr(self, name):
+                    raise UserError(f"--{name} was given with --streaming; it needs text that is read as a whole.")
         if self.language_column is not None and not self.language_tags:
             raise UserError("--language_column was given without --language_tags, which alone needs it.")
         if self.language_tags and self.language_column is None and self.target_language is None:
@@ -285,7 +300,7 @@ class TrainingOptions:
             "--early_stopping_patience": self.early_stopping_patience > 0,
         }
         for name, is_used in needs_validation.items():
-            if is_used and not self.valid_files:
+            if is_used and not self.valid_files and self.valid_split is None:
                 raise UserError(f"{name} goes by validation; give --valid_files as well.")
             if is_used and self.best_metric == "bleu" and self.valid_bleu_sentences == 0:
                 raise UserError(
@@ -454,7 +469,9 @@ def _open_text(options: TrainingOptions, files: tuple[Path, ...], split: str | N
     languages = (options.source_language, options.target_language)
     fields = PairKeys(options.pair_keys, None if None in languages else languages, options.language_column)
     if not files:
-        return DataSet(options.dataset, split, fields, options.dataset_config, options.dataset_revision)
+        return DataSet(
+            options.dataset, split, fields, options.dataset_config, options.dataset_revision, options.streaming
+        )
     formats = [Path(path.name.removesuffix(".gz")).suffix.lower() for path in files]
     for path, suffix in zip(files, formats, strict=True):
         if suffix in (".jsonl", ".tmx") and len(files) > 1:

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.batching import TokenBatches, Update
-from vanilla_transformer.data.encoding import EncodedCorpus
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
@@ -49,6 +48,7 @@ from .initialisation import make_model
 from .journal import Journal, Window, validation_line
 from .leases import hand_out
 from .loss import SmoothedTranslationLoss
+from .plan import make_plan
 from .preparation import PreparedData, prepare
 from .process import OUT_OF_TIME, accelerating, catch_signals, keep_freed_memory
 from .run_folder import write_run_record
@@ -155,13 +155,7 @@ class TrainingRun:
         self.deadline = deadline
         self.on_checkpoint = on_checkpoint
         self.checkpoints = options.output_dir / "checkpoints"
-        self.batches = _plan(data.train, options)
-        first_epoch = self.batches.updates(0)
-        self.updates_per_epoch = len(first_epoch)
-        self.fill_rate = self.batches.fill_rate([batch for update in first_epoch for batch in update.batches])
-        self.num_updates = options.max_updates
-        if options.max_epochs is not None:
-            self.num_updates = min(self.num_updates, options.max_epochs * self.updates_per_epoch)
+        self.plan = make_plan(data.train, options, accelerator)
         if accelerator.device.type == "cpu":
             keep_freed_memory()
         self.model = make_model(options, data.tokenizer, accelerator.device)
@@ -169,13 +163,17 @@ class TrainingRun:
         # The signal that stops the run, or OUT_OF_TIME; 0 while it goes on.
         self.stop = 0
         self._received = 0
-        self._planned_epoch: tuple[int, list[Update]] = (0, first_epoch)
         self._window = Window()
         self._watch = LossWatch()
         self.selection = Selection(
             options.best_metric, options.keep_best, options.early_stopping_patience, options.early_stopping_threshold
         )
         checkpoint, skipped = self._resume() if options.resume else (None, 0)
+        # Here, where all processes come by: the beginning of an epoch may make them wait for one another.
+        self.fill_rate = self.plan.fill_rate
+        self.num_updates = options.max_updates
+        if options.max_epochs is not None:
+            self.num_updates = min(self.num_updates, options.max_epochs * self.plan.updates_per_epoch)
         loss = SmoothedTranslationLoss(self.model, options.label_smoothing, options.smoothed_entries)
         self.loss = distribute(loss.to(accelerator.device), accelerator)
         optimizer = torch.optim.Adam(
@@ -199,8 +197,13 @@ class TrainingRun:
         )
         self.optimiser_step.skipped = skipped
         if self.update > 0 and isinstance(self.loss, DistributedDataParallel):
-            self.optimiser_step.order_buckets(self._planned(self.update))
+            self.optimiser_step.order_buckets(self.plan.update(self.update))
         self._model_flops = ModelFlops(self.model)
+
+    @property
+    def batches(self) -> TokenBatches:
+        """The batches of the epoch, or of the window of a stream."""
+        return self.plan.batches
 
     def run(self) -> TrainingResult:
         """Train to the end, or until a signal, and write the result."""
@@ -247,11 +250,12 @@ class TrainingRun:
         self._window.restart_clock()
         while self.update < self.num_updates and not self.selection.is_exhausted:
             number = self.update + 1
-            planned = self._planned(self.update)
+            planned = self.plan.update(self.update)
             sums = self.step(planned, number)
             sums, self.stop = self._exchange(sums, self._wish_to_stop(number))
             self._watch_loss(planned, number, float(sums[0]) / planned.num_target_tokens)
-            self._window.add(planned, sums, self.data.train)
+            flops = self._model_flops.of(planned.batches, self.data.train)
+            self._window.add(planned, sums, self.data.train, flops)
             self.update = number
             progress.update()
             if number % options.log_every == 0 or number == self.num_updates:
@@ -342,7 +346,9 @@ class TrainingRun:
     def _validate_weights(self) -> dict[str, Any]:
         accelerator, corpus = self.accelerator, self.data.valid
         self.loss.eval()
-        batches = _plan(corpus, self.options, shuffle=False).batches(0)
+        batches = TokenBatches(
+            corpus.source_lengths, corpus.target_lengths, tokens_per_batch=self.options.tokens_per_batch, shuffle=False
+        ).batches(0)
         sums = torch.zeros(2, dtype=torch.float64)
         share = list(enumerate(batches))[accelerator.process_index :: accelerator.num_processes]
         where = f"the validation of update {self.update:,}"
@@ -381,12 +387,6 @@ class TrainingRun:
                 hand_out(checkpoint, self.on_checkpoint)
         self.accelerator.wait_for_everyone()
 
-    def _planned(self, done: int) -> Update:
-        epoch, position = divmod(done, self.updates_per_epoch)
-        if self._planned_epoch[0] != epoch:
-            self._planned_epoch = (epoch, self.batches.updates(epoch))
-        return self._planned_epoch[1][position]
-
     def _learning_rate(self, number: int) -> float:
         return learning_rate(
             number,
@@ -398,17 +398,17 @@ class TrainingRun:
     def _train_record(self, window: Window) -> dict[str, float | None]:
         loss, nll = window.sums.tolist()
         norm = self.optimiser_step.gradient_norm
-        flops = self._model_flops.of(window.batches, self.data.train)
         record = {
-            "epoch": round(self.update / self.updates_per_epoch, 4),
+            "epoch": round(self.plan.passes(self.update), 4),
             "loss": loss / window.target_tokens,
             "nll": nll / window.target_tokens,
             # JSON has no infinity, which an overflow in float16 gives.
             "gradient_norm": norm if math.isfinite(norm) else None,
             "learning_rate": self._learning_rate(self.update),
             "tokens_per_second": window.tokens / window.seconds,
-            "model_flops_utilization": flops / (window.seconds * self._matrix_rate * self.accelerator.num_processes),
-            "fill_rate": self.batches.fill_rate(window.batches),
+            "model_flops_utilization": window.flops
+            / (window.seconds * self._matrix_rate * self.accelerator.num_processes),
+            "fill_rate": window.tokens / window.padded_tokens,
         }
         if self.accelerator.scaler is not None:
             record["loss_scale"] = self.accelerator.scaler.get_scale()
@@ -441,6 +441,7 @@ class TrainingRun:
         self.data.tokenizer.save_pretrained(folder)
         for name, content in tensors.items():
             save_file(content, folder / name, metadata={"format": "pt"})
+        self.plan.save(folder)
         (folder / "training_state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
     def _state(self) -> dict:
@@ -448,11 +449,8 @@ class TrainingRun:
         return {
             "update": self.update,
             "stopgap": self.update % self.options.save_every != 0,
-            "window": {
-                "updates": self._window.updates,
-                "sums": self._window.sums.tolist(),
-                "seconds": self._window.seconds,
-            },
+            "plan": self.plan.state(),
+            "window": self._window.state(),
             "watch": self._watch.state(),
             "selection": self.selection.state(),
             "skipped": self.optimiser_step.skipped,
@@ -483,7 +481,8 @@ class TrainingRun:
         saved = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
         self.update = state["update"]
-        self._refill_window(**state["window"])
+        self.plan.load(state["plan"], checkpoint)
+        self._window.restore(state["window"])
         self._watch = LossWatch(**state.get("watch", {}))
         if "selection" in state:
             self.selection.restore(**state["selection"])
@@ -494,19 +493,12 @@ class TrainingRun:
         self.accelerator.print(f"Resuming from {checkpoint}.", file=sys.stderr)
         return checkpoint, state.get("skipped", 0)
 
-    def _refill_window(self, updates: int, sums: list[float], seconds: float) -> None:
-        """Restore the sums since the last record, so that the next one covers as many updates as it would have."""
-        for done in range(self.update - updates, self.update):
-            self._window.add(self._planned(done), torch.zeros(2, dtype=torch.float64), self.data.train)
-        self._window.sums += torch.tensor(sums, dtype=torch.float64)
-        self._window.seconds = seconds
-
     def _facts(self) -> dict[str, Any]:
         """What the run's record tells of model, plan and devices."""
         return {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "updates": self.num_updates,
-            "updates_per_epoch": self.updates_per_epoch,
+            "updates_per_epoch": self.plan.updates_per_epoch,
             "fill_rate": self.fill_rate,
             "processes": self.accelerator.num_processes,
             "division": asdict(Division.of(self.options, self.accelerator.num_processes)),
@@ -538,14 +530,3 @@ class TrainingRun:
         if options.result == "best":
             what += f", which has the best {options.best_metric}"
         print(f"The model in {options.output_dir} is {what}.", file=sys.stderr)
-
-
-def _plan(corpus: EncodedCorpus, options: TrainingOptions, *, shuffle: bool = True) -> TokenBatches:
-    return TokenBatches(
-        corpus.source_lengths,
-        corpus.target_lengths,
-        tokens_per_batch=options.tokens_per_batch,
-        batches_per_update=options.batches_per_update,
-        seed=options.seed,
-        shuffle=shuffle,
-    )

@@ -48,14 +48,14 @@ def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
         per_token = sum(seconds[1:]) / sum(tokens[1:])
         all_tokens = int(data.train.source_lengths.sum() + data.train.target_lengths.sum())
         num_updates = run.num_updates
-        epochs = num_updates / run.updates_per_epoch
+        epochs = num_updates / run.plan.updates_per_epoch
         return {
             "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
             "vocabulary entries": len(data.tokenizer),
             "training pairs": len(data.train),
             "dropped": data.train.report["summary"] or "none",
             "batches per epoch": len(batches),
-            "updates per epoch": run.updates_per_epoch,
+            "updates per epoch": run.plan.updates_per_epoch,
             "updates": num_updates,
             "epochs": round(epochs, 2),
             "share of tokens that are not padding": round(run.batches.fill_rate(batches), 4),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from vanilla_transformer.data.batching import Update
@@ -82,21 +81,41 @@ class Window:
         self.sums = torch.zeros(2, dtype=torch.float64)
         self.target_tokens = 0
         self.tokens = 0
-        self.batches: list[np.ndarray] = []
+        self.padded_tokens = 0
+        self.flops = 0.0
         self.updates = 0
         self.seconds = 0.0
         self._started = time.perf_counter()
 
-    def add(self, update: Update, sums: torch.Tensor, corpus: EncodedCorpus) -> None:
-        """Count an update: its batches, and its losses summed over all processes."""
+    def add(self, update: Update, sums: torch.Tensor, corpus: EncodedCorpus, flops: float) -> None:
+        """Count an update: its batches, its losses summed over all processes, and the model's operations."""
         self.sums += sums
+        self.flops += flops
         self.target_tokens += update.num_target_tokens
-        self.tokens += update.num_target_tokens + sum(int(corpus.source_lengths[b].sum()) for b in update.batches)
-        self.batches.extend(update.batches)
+        for batch in update.batches:
+            for lengths in (corpus.source_lengths[batch], corpus.target_lengths[batch]):
+                self.tokens += int(lengths.sum())
+                self.padded_tokens += int(lengths.max()) * len(batch)
         self.updates += 1
         now = time.perf_counter()
         self.seconds += now - self._started
         self._started = now
+
+    def state(self) -> dict[str, Any]:
+        """The sums, as JSON holds them."""
+        return {
+            "updates": self.updates,
+            "sums": self.sums.tolist(),
+            "target_tokens": self.target_tokens,
+            "tokens": self.tokens,
+            "padded_tokens": self.padded_tokens,
+            "flops": self.flops,
+            "seconds": self.seconds,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the sums that `state` told, so that the next record covers as many updates as it would have."""
+        vars(self).update(state, sums=torch.tensor(state["sums"], dtype=torch.float64))
 
     def restart_clock(self) -> None:
         """Leave out the time since the last update: validation and saving are not training."""

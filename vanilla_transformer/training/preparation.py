@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -10,7 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.corpora import PairSource, Rejections
-from vanilla_transformer.data.encoding import EncodedCorpus, encode, fingerprint_of_text, iterate_texts
+from vanilla_transformer.data.dropout import DropoutCorpus, MergeTable
+from vanilla_transformer.data.encoding import EncodedCorpus, PairEncoder, encode, fingerprint_of_text, iterate_texts
+from vanilla_transformer.data.streams import StreamCorpus
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
@@ -23,7 +26,7 @@ class PreparedData:
     """What a training run reads: a vocabulary and encoded text; `valid` is `None` without validation text."""
 
     tokenizer: PreTrainedTokenizerBase
-    train: EncodedCorpus
+    train: EncodedCorpus | DropoutCorpus | StreamCorpus
     valid: EncodedCorpus | None
 
 
@@ -54,21 +57,27 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
         tokenizer = train_vocabulary(train_text, options, cache_dir)
     if start is not None:
         check_vocabulary(starting_configuration(options, start), tokenizer, start)
-    train, valid = (
-        None
-        if text is None
-        else encode(
-            text,
-            tokenizer,
-            cache_dir,
-            max_length=options.max_length,
-            invalid_pairs=options.invalid_pairs,
-            language_tags=options.language_tags,
-            target_language=options.target_language,
-            show_progress=show_progress,
+    encoding = {
+        "max_length": options.max_length,
+        "language_tags": options.language_tags,
+        "target_language": options.target_language,
+    }
+    handling = {"invalid_pairs": options.invalid_pairs, "show_progress": show_progress}
+    if options.streaming:
+        train = StreamCorpus(
+            train_text, PairEncoder(tokenizer, **encoding), options.stream_window, options.invalid_pairs
         )
-        for text in (train_text, valid_text)
-    )
+    elif options.bpe_dropout > 0.0:
+        table = MergeTable(tokenizer)
+        base = encode(train_text, tokenizer, cache_dir, **encoding, **handling, mark_words=True)
+        train = DropoutCorpus(
+            base, table, cache_dir, dropout=options.bpe_dropout, seed=options.seed, max_length=options.max_length
+        )
+    else:
+        train = encode(train_text, tokenizer, cache_dir, **encoding, **handling)
+    valid = None
+    if valid_text is not None:
+        valid = encode(valid_text, tokenizer, cache_dir, **encoding, **handling)
     if options.language_tags and options.target_language is not None:
         # What is translated later gets the tag that the training text had.
         tokenizer.tgt_lang = options.target_language
@@ -198,4 +207,6 @@ def _target_languages(text: PairSource, options: TrainingOptions) -> list[str]:
     if options.language_column is None:
         return [options.target_language]
     pairs = text.tagged_pairs(Rejections(options.invalid_pairs))
+    if options.streaming:
+        pairs = islice(pairs, options.vocabulary_pairs)
     return sorted({pair.language or options.target_language for pair in pairs} - {None, ""})

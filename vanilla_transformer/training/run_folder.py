@@ -46,9 +46,11 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
     for name, corpus in (("training", data.train), ("validation", data.valid)):
         if corpus is not None and corpus.report["summary"]:
             print(f"Of the {name} text, {corpus.report['summary']}.", file=sys.stderr)
+    per_epoch = record["updates_per_epoch"]
+    extent = " in the window of a stream" if per_epoch is None else f"; {per_epoch:,} updates an epoch"
     print(
-        f"{record['parameters']:,} parameters; {len(data.train):,} pairs; {record['updates_per_epoch']:,} updates "
-        f"an epoch; {record['fill_rate']:.1%} of the tokens are not padding; {record['attention']} attention on "
-        f"{record['processes']} x {record['device']}.\n{Division(**record['division'])}.",
+        f"{record['parameters']:,} parameters; {len(data.train):,} pairs{extent}; {record['fill_rate']:.1%} of the "
+        f"tokens are not padding; {record['attention']} attention on {record['processes']} x {record['device']}.\n"
+        f"{Division(**record['division'])}.",
         file=sys.stderr,
     )
