@@ -6,7 +6,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 from .configuration import TrainingOptions
-from .dropout import use_sixteen_bit_dropout
+from .cpu_dropout import use_sixteen_bit_dropout
 from .fusion import fuse_operations
 from .preparation import check_positions, model_configuration
 from .warm_start import load_model, starting_configuration, starting_folder

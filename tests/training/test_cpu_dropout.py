@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.training.dropout import SixteenBitDropout, use_sixteen_bit_dropout
+from vanilla_transformer.training.cpu_dropout import SixteenBitDropout, use_sixteen_bit_dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
