@@ -175,7 +175,8 @@ def assert_same_weights(actual: Path, expected: Path, file: str = "model.safeten
 
 # Clipping, dropout and averaging concern every process; 18 and 25 are numbers that processes cannot share evenly.
 SETTINGS = {
-    "d_model": 18, "encoder_ffn_dim": 25, "dropout": 0.2, "max_grad_norm": 0.5, "ema_decay": 0.9, "max_updates": 9,
+    "d_model": 18, "encoder_ffn_dim": 25, "dropout": 0.2, "max_grad_norm": 0.5, "ema_decay": 0.9, "average_last": 1,
+    "max_updates": 9,
 }  # fmt: skip
 
 
