@@ -36,6 +36,24 @@ def test_stopping_and_resuming_changes_nothing(uninterrupted, make_options, tmp_
     assert_same_run(tmp_path, uninterrupted(mixed_precision))
 
 
+def test_a_checkpoint_that_says_no_more_than_those_of_0_1_0_is_resumed(uninterrupted, make_options, tmp_path):
+    state = TrainingRun._state
+
+    def less(run):
+        said = state(run)
+        window = {name: said["window"][name] for name in ("updates", "sums", "seconds")}
+        return {name: said[name] for name in ("update", "stopgap", "options", "data")} | {"window": window}
+
+    options = make_options(tmp_path)
+    # In the second epoch, between two records.
+    with mock.patch.object(TrainingRun, "_state", less), stopped_after(7):
+        train_anew(options)
+    with observed_steps() as numbers:
+        train_anew(replace(options, resume=True))
+    assert numbers == list(range(8, MAX_UPDATES + 1))
+    assert weights_of(tmp_path) == weights_of(uninterrupted("no"))
+
+
 # More updates than early stopping allows.
 LONG = 60
 EARLY = {"early_stopping_patience": 2, "validate_every": 3, "keep_best": 2, "max_updates": LONG}

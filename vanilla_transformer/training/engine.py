@@ -481,8 +481,11 @@ class TrainingRun:
         saved = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
         self.update = state["update"]
-        self.plan.load(state["plan"], checkpoint)
-        self._window.restore(state["window"])
+        # Checkpoints of 0.1.0 say less: the plan then walks to the update from the first, and the next record covers
+        # the updates that follow.
+        if "plan" in state:
+            self.plan.load(state["plan"], checkpoint)
+            self._window.restore(state["window"])
         self._watch = LossWatch(**state.get("watch", {}))
         if "selection" in state:
             self.selection.restore(**state["selection"])
