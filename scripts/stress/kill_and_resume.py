@@ -58,6 +58,8 @@ SETTINGS = {
     "keep_last": 3,
     "average_last": 2,
     "device": "cpu",
+    # Every start writes a file of events of its own.
+    "trackers": "none",
 }
 
 

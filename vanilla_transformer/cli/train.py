@@ -46,7 +46,7 @@ def _launch(options: TrainingOptions) -> int:
 
     import yaml
 
-    from vanilla_transformer.training.launcher import is_launched, launch
+    from .launcher import is_launched, launch
 
     if is_launched():
         raise UserError(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 # How long the other processes may go on after one has failed: they may wait for it for ever.
 GRACE_SECONDS = 60.0
-_WORKER = "import sys; from vanilla_transformer.training.launcher import work; sys.exit(work(sys.argv[1:]))"
+_WORKER = "import sys; from vanilla_transformer.cli.launcher import work; sys.exit(work(sys.argv[1:]))"
 _PARENT = "VANILLA_TRANSFORMER_LAUNCHER"
 
 
@@ -81,7 +81,7 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
 def work(arguments: Sequence[str]) -> int:
     """Be one of the processes: run the command line, and end with the launcher."""
     bind_to_launcher()
-    from vanilla_transformer.cli import main
+    from . import main
 
     return main(arguments)
 

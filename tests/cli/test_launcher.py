@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vanilla_transformer.training import launcher
+from vanilla_transformer.cli import launcher
 from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints
 from vanilla_transformer.training.journal import read_journal
 
@@ -110,16 +110,9 @@ def test_all_is_well_if_every_worker_is(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_real_run_on_two_processes_saves_and_answers_with_the_signal(make_options, material, tmp_path):
-    texts = [str(material / name) for name in ("train.en", "train.de")]
-    sizes = [f"--{side}_{name}={size}" for side in ("encoder", "decoder")
-             for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 24))]  # fmt: skip
-    command = [
-        sys.executable, "-m", "vanilla_transformer", "train", "--train_files", *texts, "--output_dir",
-        str(tmp_path / "run"), "--cache_dir", str(material / "cache"), "--tokenizer", str(material / "bytes"),
-        "--max_length=100", "--d_model=16", *sizes, "--tokens_per_batch=160", "--tokens_per_update=480",
-        "--log_every=1", "--save_every=100000", "--device=cpu", "--num_processes=2",
-    ]  # fmt: skip
+def test_a_real_run_on_two_processes_saves_and_answers_with_the_signal(train, tmp_path):
+    flags = ["--max_updates", 10**6, "--log_every", 1, "--save_every", 10**6, "--num_processes", 2]
+    command = [sys.executable, "-m", "vanilla_transformer", *map(str, train(*flags))]
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, process_group=0)
