@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PretrainedConfig
 
@@ -20,7 +19,7 @@ from vanilla_transformer.data.encoding import EncodedCorpus
 from .configuration import TrainingOptions
 from .divergence import NotFinite
 from .failures import naming_batch
-from .sharding import with_idle_passes, without_reduction
+from .sharding import whole, with_idle_passes, without_reduction
 
 
 class OptimiserStep:
@@ -76,9 +75,8 @@ class OptimiserStep:
         losses = self._backward(update, number)
         self.accelerator.unscale_gradients()
         norm = get_total_norm([parameter.grad for parameter in self.parameters])
-        plain_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # The step's only wait for the device: what it computed decides whether the weights may move.
-        *sums, self.gradient_norm = torch.cat([*losses, plain_norm[None]]).to("cpu", torch.float64).tolist()
+        *sums, self.gradient_norm = torch.cat([*losses, whole(norm)[None]]).to("cpu", torch.float64).tolist()
         sums = torch.tensor(sums, dtype=torch.float64).view(-1, 2)
         if not math.isfinite(self.gradient_norm):
             # The norm is that of the sum over processes, so that all of them come here.
