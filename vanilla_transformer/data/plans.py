@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from .batching import TokenBatches, Update, Updates
-from .dropout import DropoutCorpus
+from .bpe_dropout import DropoutCorpus
 from .encoding import EncodedCorpus
 
 

@@ -2,7 +2,7 @@
 
 from accelerate import Accelerator
 
-from vanilla_transformer.data.dropout import DropoutCorpus
+from vanilla_transformer.data.bpe_dropout import DropoutCorpus
 from vanilla_transformer.data.encoding import EncodedCorpus
 from vanilla_transformer.data.plans import EpochPlan
 from vanilla_transformer.data.streams import StreamCorpus, StreamPlan

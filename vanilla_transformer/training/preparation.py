@@ -10,8 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.data.bpe_dropout import DropoutCorpus, MergeTable
 from vanilla_transformer.data.corpora import PairSource, Rejections
-from vanilla_transformer.data.dropout import DropoutCorpus, MergeTable
 from vanilla_transformer.data.encoding import EncodedCorpus, PairEncoder, encode, fingerprint_of_text, iterate_texts
 from vanilla_transformer.data.streams import StreamCorpus
 from vanilla_transformer.errors import UserError

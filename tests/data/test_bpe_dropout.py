@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from vanilla_transformer import VanillaTransformerTokenizer
+from vanilla_transformer.data.bpe_dropout import DropoutCorpus, MergeTable, drop_merges
 from vanilla_transformer.data.corpora import ParallelText
-from vanilla_transformer.data.dropout import DropoutCorpus, MergeTable, drop_merges
 from vanilla_transformer.data.encoding import EncodedCorpus, encode
 from vanilla_transformer.errors import UserError
 
