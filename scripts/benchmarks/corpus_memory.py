@@ -150,7 +150,8 @@ def encode_and_plan(folder: Path, vocab_size: int, num_updates: int) -> dict:
 
 
 def options_for(folder: Path, vocab_size: int):
-    from vanilla_transformer.training.configuration import TrainingOptions, check_texts
+    from vanilla_transformer.training.configuration import TrainingOptions
+    from vanilla_transformer.training.texts import check_texts
 
     options = TrainingOptions(
         train_files=(folder / "train.source", folder / "train.target"), vocab_size=vocab_size, max_length=512

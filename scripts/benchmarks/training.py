@@ -24,7 +24,7 @@ from variants import VARIANTS
 from worker import Setting, Worker
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import check_texts
+from vanilla_transformer.training.texts import check_texts
 
 
 SAMPLE = Path(__file__).parents[2] / "vanilla_transformer" / "quickstart" / "sample"

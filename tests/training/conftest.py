@@ -23,6 +23,20 @@ def forget_mixed_precision():
 
 
 @pytest.fixture
+def part(tmp_path):
+    """Write some of the sentences, source and target each to a file of its own; sides 1, 0 exchange the languages."""
+
+    def part(name: str, lines: slice, sides: tuple[int, int] = (0, 1)) -> tuple[Path, Path]:
+        files = (tmp_path / f"{name}.source", tmp_path / f"{name}.target")
+        for path, side in zip(files, sides, strict=True):
+            sentences = SENTENCES[side].read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(sentences[lines]), encoding="utf-8")
+        return files
+
+    return part
+
+
+@pytest.fixture
 def float64():
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

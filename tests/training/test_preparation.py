@@ -13,7 +13,7 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import PROVENANCE, SIZES
 from vanilla_transformer.training import preparation
 from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.preparation import check_texts, load_tokenizer, model_configuration, prepare
+from vanilla_transformer.training.preparation import load_tokenizer, model_configuration, prepare
 
 
 SENTENCES = tuple(Path(__file__).parents[1] / "data" / f"sentences.{language}" for language in ("en", "de"))
@@ -23,14 +23,6 @@ def options(**values) -> TrainingOptions:
     return TrainingOptions(**{"train_files": SENTENCES, "vocab_size": 300, **values})
 
 
-def part(folder: Path, name: str, lines: slice, order: tuple[int, int] = (0, 1)) -> tuple[Path, Path]:
-    files = (folder / f"{name}.source", folder / f"{name}.target")
-    for path, side in zip(files, order, strict=True):
-        sentences = SENTENCES[side].read_text(encoding="utf-8").splitlines(keepends=True)
-        path.write_text("".join(sentences[lines]), encoding="utf-8")
-    return files
-
-
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -38,33 +30,11 @@ def tokenizer_folder(tmp_path_factory):
     return folder
 
 
-# Texts
-
-
-def test_texts_are_checked_before_any_work(tmp_path):
-    train, valid = check_texts(options())
-    assert train.files == SENTENCES and valid is None
-    files = part(tmp_path, "valid", slice(30, None))
-    assert check_texts(options(valid_files=files))[1].files == files
-    with pytest.raises(UserError, match="absent does not exist"):
-        check_texts(options(valid_files=(tmp_path / "absent", files[1])))
-    files[1].write_text("only one line\n")
-    with pytest.raises(UserError, match=r"10 lines and .* has 1;"):
-        check_texts(options(valid_files=files))
-
-
-def test_languages_in_opposite_order_are_refused(tmp_path):
-    with pytest.raises(UserError, match="stand in opposite order"):
-        check_texts(options(valid_files=part(tmp_path, "valid", slice(0, 10), (1, 0))))
-    with pytest.raises(UserError, match="declared as de to en"):
-        check_texts(options(source_language="de", target_language="en"))
-
-
 # Vocabulary and encoded text
 
 
-def test_preparing_trains_one_vocabulary_and_encodes_both_texts_with_it(tmp_path):
-    files = part(tmp_path, "valid", slice(30, None))
+def test_preparing_trains_one_vocabulary_and_encodes_both_texts_with_it(tmp_path, part):
+    files = part("valid", slice(30, None))
     data = prepare(options(valid_files=files), tmp_path / "cache")
     assert len(data.tokenizer) == 300
     for corpus, paths in ((data.train, SENTENCES), (data.valid, files)):
@@ -95,12 +65,12 @@ def test_a_second_call_uses_what_the_first_left(tmp_path, monkeypatch):
     assert second.valid is None
 
 
-def test_text_size_and_frequency_each_make_another_vocabulary(tmp_path):
+def test_text_size_and_frequency_each_make_another_vocabulary(tmp_path, part):
     variants = [
         options(),
         options(vocab_size=290),
         options(min_frequency=3),
-        options(train_files=part(tmp_path, "part", slice(0, 35))),
+        options(train_files=part("part", slice(0, 35))),
         options(train_files=SENTENCES[::-1]),
     ]
     for number, variant in enumerate(variants, start=1):
@@ -139,8 +109,8 @@ def test_a_vocabulary_larger_than_the_text_allows_is_refused_with_the_largest(tm
         prepare(options(vocab_size=260), tmp_path)
 
 
-def test_a_pair_that_is_refused_is_named_by_the_first_reader(tmp_path, tokenizer_folder):
-    files = part(tmp_path, "train", slice(0, 10))
+def test_a_pair_that_is_refused_is_named_by_the_first_reader(tmp_path, tokenizer_folder, part):
+    files = part("train", slice(0, 10))
     files[0].write_text(files[0].read_text().replace("She reads a book in the garden.", ""))
     for values in ({}, {"tokenizer": tokenizer_folder}):
         with pytest.raises(UserError, match="line 3: the source is empty"):
@@ -189,24 +159,6 @@ def test_the_same_pairs_are_the_same_ids_from_every_source(tmp_path, tokenizer_f
     corpora = [prepare(options(tokenizer=tokenizer_folder, **values), tmp_path / "cache").train for values in sources]
     assert len(corpora[0]) == len(records)
     assert all(corpus.dataset[:] == corpora[0].dataset[:] for corpus in corpora)
-
-
-@pytest.mark.parametrize(
-    ("files", "values", "sentence"),
-    [
-        (("a.jsonl", "b.jsonl"), {}, "a.jsonl holds both sides of its pairs; give it alone"),
-        (("a.jsonl.gz",), {"tsv_columns": (1, 2)}, "--tsv_columns was given with .*, which is not tab-separated"),
-        (("a.tmx",), {}, "a.tmx holds several languages; name two with --source_language, --target_language"),
-        (("a.tsv",), {"pair_keys": ("a", "b")}, "--pair_keys was given with .*a.tsv; it applies to JSON lines"),
-        (("a.tsv",), {"language_column": "x"}, "--language_column is x; in a tab-separated file it is the number"),
-        (("a.tmx",), {"language_column": "x"}, "a TMX file has --target_language only"),
-    ],
-)
-def test_options_that_a_kind_of_file_does_not_have_are_refused(tmp_path, files, values, sentence):
-    for name in files:
-        (tmp_path / name).write_bytes(b"x\n")
-    with pytest.raises(UserError, match=sentence):
-        check_texts(options(train_files=tuple(tmp_path / name for name in files), **values))
 
 
 def test_validation_text_may_be_a_split(tmp_path, tokenizer_folder):

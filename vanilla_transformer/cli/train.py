@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import TrainingOptions, check_texts
+from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.texts import check_texts, open_texts
 
 
 OPTIONS = TrainingOptions
@@ -61,7 +62,7 @@ def _launch(options: TrainingOptions) -> int:
 
 def _sample_bleu(options: TrainingOptions):
     """BLEU on evenly spaced validation sentences, and some of them, for the engine to call at each validation."""
-    _, text = check_texts(options)
+    _, text = open_texts(options)
     # Sentences in several target languages have no one tag to be translated with.
     if text is None or options.language_column is not None or options.valid_bleu_sentences == 0:
         return None

@@ -39,7 +39,7 @@ from .checkpoints import (
     update_of,
     write_checkpoint,
 )
-from .configuration import TrainingOptions, check_output_dir, check_texts
+from .configuration import TrainingOptions, check_output_dir
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
 from .ema import EMA_WEIGHTS, MovingAverage
 from .failures import naming_batch, naming_disk
@@ -56,6 +56,7 @@ from .schedule import learning_rate
 from .selection import Selection
 from .sharding import Division, distribute, is_sharded, reshard, whole_model, with_idle_passes
 from .step import OptimiserStep
+from .texts import check_texts
 from .tracking import Trackers
 from .utilization import ModelFlops, matrix_rate
 

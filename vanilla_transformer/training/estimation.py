@@ -10,10 +10,11 @@ import torch
 
 from vanilla_transformer.data.batching import Update
 
-from .configuration import TrainingOptions, check_texts
+from .configuration import TrainingOptions
 from .engine import TrainingRun
 from .preparation import prepare
 from .process import accelerating
+from .texts import check_texts
 
 
 def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:

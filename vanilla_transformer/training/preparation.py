@@ -17,7 +17,8 @@ from vanilla_transformer.data.streams import StreamCorpus
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
-from .configuration import TrainingOptions, check_texts
+from .configuration import TrainingOptions
+from .texts import open_texts
 from .warm_start import check_vocabulary, starting_configuration, starting_folder
 
 
@@ -34,7 +35,7 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
     """Train or load the vocabulary, and encode the text; what an earlier call left in `cache_dir` is used again.
 
     Args:
-        options: Training options.
+        options: Training options, whose text `check_texts` has passed.
         cache_dir: Folder that keeps the vocabulary and the encoded text.
         show_progress: Whether to draw progress bars.
 
@@ -44,7 +45,7 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
     Raises:
         UserError: The text or the vocabulary's size is not usable.
     """
-    train_text, valid_text = check_texts(options)
+    train_text, valid_text = open_texts(options)
     start = starting_folder(options)
     if options.tokenizer is not None or start is not None:
         tokenizer = load_tokenizer(options.tokenizer or start)
