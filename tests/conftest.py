@@ -1,5 +1,8 @@
 import os
 import signal
+from contextlib import contextmanager
+
+import pytest
 
 
 # All before anything imports torch or transformers, which read them once.
@@ -8,3 +11,21 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored; tests of Ctrl-C need it, as does whatever they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def ordinary_user():
+    """A context without root's rights, whom permissions do not bind."""
+
+    @contextmanager
+    def ordinary_user():
+        if not hasattr(os, "geteuid") or os.geteuid() != 0:
+            yield
+            return
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    return ordinary_user

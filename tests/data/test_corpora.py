@@ -1,7 +1,6 @@
 import gzip
 import os
 import random
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,19 +33,6 @@ def table(folder: Path, content: bytes, columns: tuple[int, int] | None = None) 
 def read(text: ParallelText, policy: str = "drop") -> tuple[list[tuple[int, str, str]], Rejections]:
     rejections = Rejections(policy)
     return list(text.pairs(rejections)), rejections
-
-
-@contextmanager
-def ordinary_user():
-    """Permissions bind nobody who is root."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 # Files and tables
@@ -233,7 +219,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 @pytest.mark.parametrize("protected", ["file", "folder"])
-def test_a_file_without_permission_is_refused(tmp_path, protected):
+def test_a_file_without_permission_is_refused(tmp_path, protected, ordinary_user):
     folder = tmp_path / "folder"
     folder.mkdir()
     path = folder / "text"

@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -26,19 +25,6 @@ FILES = (Path("train.en"), Path("train.de"))
 
 def options(**values) -> TrainingOptions:
     return TrainingOptions(**{"train_files": FILES, **values})
-
-
-@contextmanager
-def ordinary_user():
-    """Permissions bind nobody who is root."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def test_the_defaults_are_the_papers_and_pass():
@@ -319,7 +305,7 @@ def test_a_file_is_no_output_folder(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 @pytest.mark.parametrize("mode", [0o000, 0o500])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_folder_without_permission_is_refused(tmp_path, mode, inside):
+def test_a_folder_without_permission_is_refused(tmp_path, mode, inside, ordinary_user):
     folder = tmp_path / "folder"
     folder.mkdir()
     path = folder / "output" if inside else folder
