@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from vanilla_transformer.errors import UserError
 
-from .encoding import PAIRS_SCHEMA, EncodedCorpus, new_pairs_file, write_whole
+from .cached_folders import write_whole
+from .encoding import PAIRS_SCHEMA, EncodedCorpus, new_pairs_file
 
 
 # Above the rank of any merge; shifted by 32 bits it still fits into 64.

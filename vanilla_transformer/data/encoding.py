@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vanilla_transformer.errors import UserError
 
+from .cached_folders import write_whole
 from .corpora import Pair, PairSource, Rejections
 
 
@@ -134,30 +133,6 @@ def encode(
 
     write_whole(folder, write)
     return EncodedCorpus(folder)
-
-
-def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder so that it appears whole or not at all; leave one that is already there.
-
-    Args:
-        folder: The folder.
-        write: Writes its files into the folder that it is given.
-    """
-    if folder.exists():
-        return
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        write(partial)
-        try:
-            partial.rename(folder)
-        except OSError:
-            # Another process may have finished the same folder first.
-            if not folder.exists():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager

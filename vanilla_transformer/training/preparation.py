@@ -1,7 +1,5 @@
 """From training options to vocabulary, encoded text and model configuration."""
 
-import os
-import shutil
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.bpe_dropout import DropoutCorpus, MergeTable
+from vanilla_transformer.data.cached_folders import write_whole
 from vanilla_transformer.data.corpora import PairSource, Rejections
 from vanilla_transformer.data.encoding import EncodedCorpus, PairEncoder, encode, fingerprint_of_text, iterate_texts
 from vanilla_transformer.data.streams import StreamCorpus
@@ -190,16 +189,7 @@ def train_vocabulary(text: PairSource, options: TrainingOptions, cache_dir: Path
             )
         except ValueError as error:
             raise error if isinstance(error, UserError) else UserError(str(error)) from error
-        partial = cache_dir / f"{folder.name}.partial-{os.getpid()}"
-        try:
-            tokenizer.save_pretrained(partial)
-            partial.rename(folder)
-        except OSError:
-            # Another process may have finished the same vocabulary first.
-            if not folder.exists():
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        write_whole(folder, tokenizer.save_pretrained)
     return VanillaTransformerTokenizer.from_pretrained(folder)
 
 
