@@ -48,9 +48,9 @@ from .initialisation import make_model
 from .journal import Journal, Window, validation_line
 from .leases import hand_out
 from .loss import SmoothedTranslationLoss
-from .plan import make_plan
 from .preparation import PreparedData, prepare
 from .process import OUT_OF_TIME, accelerating, catch_signals, keep_freed_memory
+from .reading_order import make_plan
 from .run_folder import write_run_record
 from .schedule import learning_rate
 from .selection import Selection

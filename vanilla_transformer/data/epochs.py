@@ -1,4 +1,4 @@
-"""What a run reads, update by update: the plan of every epoch, which a resumed run continues at its place."""
+"""Epoch after epoch of a corpus, update by update, which a resumed run continues at its place."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,10 +1,10 @@
-"""Which plan of updates a run's text needs."""
+"""In which order a run reads its text: in epochs, or as it comes from a stream."""
 
 from accelerate import Accelerator
 
 from vanilla_transformer.data.bpe_dropout import DropoutCorpus
 from vanilla_transformer.data.encoding import EncodedCorpus
-from vanilla_transformer.data.plans import EpochPlan
+from vanilla_transformer.data.epochs import EpochPlan
 from vanilla_transformer.data.streams import StreamCorpus, StreamPlan
 
 from .configuration import TrainingOptions
