@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -37,8 +38,6 @@ class EncodedCorpus:
 
     Attributes:
         fingerprint: Digest of the text, the vocabulary and the options that it was made from.
-        source_lengths: Number of tokens of each source, `</s>` included, int32 [num_pairs].
-        target_lengths: Number of tokens of each target, likewise.
         report: Counts of pairs read, kept and dropped, with reasons.
     """
 
@@ -47,13 +46,20 @@ class EncodedCorpus:
         self.fingerprint: str = self.report["fingerprint"]
         self.dataset = Dataset.from_file(str(folder / "pairs.arrow"))
         self._rows = self.dataset.with_format("arrow")
-        self.source_lengths, self.target_lengths = (
-            pyarrow.compute.list_value_length(self.dataset.data.column(name)).to_numpy()
-            for name in ("input_ids", "labels")
-        )
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    # Read when they are asked for: text from which every epoch is segmented anew never is.
+    @cached_property
+    def source_lengths(self) -> np.ndarray:
+        """Number of tokens of each source, `</s>` included, int32 [num_pairs]."""
+        return self._lengths("input_ids")
+
+    @cached_property
+    def target_lengths(self) -> np.ndarray:
+        """Number of tokens of each target, likewise."""
+        return self._lengths("labels")
 
     def begin_epoch(self, epoch: int) -> None:
         """Every epoch has the same ids."""
@@ -69,6 +75,14 @@ class EncodedCorpus:
         """
         table = self._rows[indices]
         return tuple(_split(table.column(name)) for name in ("input_ids", "labels"))
+
+    def _lengths(self, column: str) -> np.ndarray:
+        # Chunk by chunk: to join the chunks' results would take their memory twice.
+        lengths, start = np.empty(len(self), dtype=np.int32), 0
+        for chunk in self.dataset.data.column(column).chunks:
+            lengths[start : start + len(chunk)] = pyarrow.compute.list_value_length(chunk)
+            start += len(chunk)
+        return lengths
 
 
 def encode(

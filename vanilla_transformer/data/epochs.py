@@ -98,6 +98,8 @@ class EpochPlan:
             self._updates_per_epoch = len(self._updates)
 
     def _begin(self, epoch: int, done_before: int) -> None:
+        # The old epoch's lengths and order make room for the new one's.
+        self._batches = self._updates = None
         with self._guard():
             self.corpus.begin_epoch(epoch)
         # The lengths may be others than in the epoch before.
