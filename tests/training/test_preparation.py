@@ -1,5 +1,8 @@
 import gzip
 import json
+import subprocess
+import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +97,33 @@ def test_a_vocabulary_that_another_process_finished_first_is_used(tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [data.train.fingerprint, *(path.name for path in tmp_path.glob("vocabulary-????????????????????????????????"))]
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and glibc keeps what was freed")
+def test_what_the_training_of_a_vocabulary_took_is_given_back(tmp_path):
+    # Letters alone: a vocabulary takes letters and digits for words of their own.
+    letters = str.maketrans("0123456789", "ghijklmnop")
+    words = (f"{number * 2654435761 % 2**32:08x}".translate(letters) for number in range(120_000))
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("".join(" ".join(islice(words, 20)) + "\n" for _ in range(3000)))
+    command = """
+from pathlib import Path
+from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.preparation import train_vocabulary
+from vanilla_transformer.training.texts import check_texts
+
+def kibibytes(name):
+    return int(Path("/proc/self/status").read_text(encoding="ascii").split(name + ":")[1].split()[0])
+
+options = TrainingOptions(train_files=(Path("source"), Path("target")), vocab_size=300)
+text, _ = check_texts(options)
+before, peak = kibibytes("RssAnon"), kibibytes("VmHWM")
+train_vocabulary(text, options, Path("cache"))
+print(kibibytes("RssAnon") - before, kibibytes("VmHWM") - peak)
+"""
+    run = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    kept, taken = map(int, run.stdout.split())
+    assert taken > 50_000 and kept < 0.3 * taken
 
 
 def test_a_vocabulary_larger_than_the_text_allows_is_refused_with_the_largest(tmp_path):

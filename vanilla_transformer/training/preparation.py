@@ -17,6 +17,7 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
 from .configuration import TrainingOptions
+from .process import return_freed_memory
 from .texts import open_texts
 from .warm_start import check_vocabulary, starting_configuration, starting_folder
 
@@ -190,6 +191,7 @@ def train_vocabulary(text: PairSource, options: TrainingOptions, cache_dir: Path
         except ValueError as error:
             raise error if isinstance(error, UserError) else UserError(str(error)) from error
         write_whole(folder, tokenizer.save_pretrained)
+        return_freed_memory()
     return VanillaTransformerTokenizer.from_pretrained(folder)
 
 

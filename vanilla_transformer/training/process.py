@@ -75,3 +75,11 @@ def keep_freed_memory() -> None:
             trim_threshold, mmap_threshold = -1, -3
             libc.mallopt(mmap_threshold, 1 << 25)
             libc.mallopt(trim_threshold, 1 << 30)
+
+
+def return_freed_memory() -> None:
+    """Have glibc give the kernel back what was freed in many small pieces, as by the training of a vocabulary."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
