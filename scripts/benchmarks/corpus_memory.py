@@ -1,10 +1,12 @@
 """Memory of training's data path, from text files to batches, at a small and at a large number of pairs.
 
-Each corpus is prepared in fresh processes: one trains the vocabulary, one encodes the text, plans two epochs and
+Each corpus is prepared in fresh processes: one trains the vocabulary, one encodes the text, begins two epochs and
 reads some of their updates. Anonymous memory is what the process holds itself; mapped files, which the system takes
-back when it wants to, are counted in the total alone.
+back when it wants to, are counted in the total alone. The vocabulary is trained on `--vocabulary_pairs` at most, so
+that its memory grows up to these; a small corpus of as many or more pairs shows what further ones cost.
 
     python scripts/benchmarks/corpus_memory.py --pairs 2000000 --json corpus_memory.json
+    python scripts/benchmarks/corpus_memory.py --pairs 200000 --bpe_dropout 0.1
 """
 
 import argparse
@@ -23,7 +25,7 @@ import numpy as np
 
 
 WORD_TYPES = 1_000_000
-PHASES = ("vocabulary", "encoding", "planning two epochs", "reading updates")
+PHASES = ("vocabulary", "encoding", "beginning two epochs", "reading updates")
 
 
 def main() -> None:
@@ -31,16 +33,19 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2_000_000, help="size of the large corpus")
     parser.add_argument("--baseline_pairs", type=int, default=20_000, help="size of the small corpus")
     parser.add_argument("--vocab_size", type=int, default=8000)
-    parser.add_argument("--updates", type=int, default=1000, help="updates read in each epoch")
+    parser.add_argument("--vocabulary_pairs", type=int, default=1_000_000, help="as `train` has it")
+    parser.add_argument("--bpe_dropout", type=float, default=0.0, help="as `train` has it")
+    parser.add_argument("--updates", type=int, default=1000, help="updates read in the second epoch")
     parser.add_argument("--work_dir", type=Path, help="where text and ids are written; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.work_dir) as folder:
         small, large = (
-            measure(Path(folder) / str(pairs), pairs, arguments.vocab_size, arguments.updates)
+            measure(Path(folder) / str(pairs), pairs, arguments)
             for pairs in (arguments.baseline_pairs, arguments.pairs)
         )
-    report = {"baseline": small, "corpus": large, "bytes_per_pair": growth(small, large)}
+    options = {name: value for name, value in vars(arguments).items() if name not in ("work_dir", "json")}
+    report = {"options": options, "baseline": small, "corpus": large, "bytes_per_pair": growth(small, large)}
     print(f"{'':22}{'anonymous MiB':>22}{'total MiB':>22}{'seconds':>18}{'bytes a pair':>14}")
     for phase in PHASES:
         one, other = small["phases"][phase], large["phases"][phase]
@@ -54,13 +59,13 @@ def main() -> None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(folder: Path, pairs: int, vocab_size: int, updates: int) -> dict:
+def measure(folder: Path, pairs: int, arguments: argparse.Namespace) -> dict:
     """Write a corpus of so many pairs, prepare it in fresh processes, and return the peaks of each phase."""
     folder.mkdir()
     text_bytes = write_text(folder, pairs)
     phases = {}
     for target in (train_vocabulary, encode_and_plan):
-        phases.update(in_fresh_process(target, folder, vocab_size, updates))
+        phases.update(in_fresh_process(target, folder, arguments))
     return {"pairs": pairs, "text_bytes": text_bytes, "phases": phases}
 
 
@@ -115,46 +120,52 @@ def send(connection, target: Callable, arguments: tuple) -> None:
     connection.send(target(*arguments))
 
 
-def train_vocabulary(folder: Path, vocab_size: int, _: int) -> dict:
+def train_vocabulary(folder: Path, arguments: argparse.Namespace) -> dict:
     from vanilla_transformer.training.preparation import train_vocabulary
 
     phases = {}
     with Peak(phases, "vocabulary"):
-        train_vocabulary(*options_for(folder, vocab_size), folder / "cache")
+        train_vocabulary(*options_for(folder, arguments), folder / "cache")
     return phases
 
 
-def encode_and_plan(folder: Path, vocab_size: int, num_updates: int) -> dict:
-    from vanilla_transformer.data.batching import TokenBatches
+def encode_and_plan(folder: Path, arguments: argparse.Namespace) -> dict:
+    from vanilla_transformer.data.epochs import EpochPlan
     from vanilla_transformer.training.preparation import prepare
 
-    _, options = options_for(folder, vocab_size)
+    _, options = options_for(folder, arguments)
     phases = {}
     with Peak(phases, "encoding"):
         corpus = prepare(options, folder / "cache").train
-    with Peak(phases, "planning two epochs"):
-        plan = TokenBatches(
-            corpus.source_lengths,
-            corpus.target_lengths,
+    with Peak(phases, "beginning two epochs"):
+        plan = EpochPlan(
+            corpus,
             tokens_per_batch=options.tokens_per_batch,
             batches_per_update=options.batches_per_update,
+            seed=options.seed,
         )
-        # The engine holds one epoch while it plans the next.
-        epochs = [plan.updates(epoch) for epoch in range(2)]
+        # The engine holds the last update of an epoch while the next begins.
+        done = plan.updates_per_epoch
+        held = plan.update(done - 1)
+        plan.update(done)
+        del held
     with Peak(phases, "reading updates"):
-        for updates in epochs:
-            for update in islice(updates, num_updates):
-                for batch in update.batches:
-                    corpus.rows(batch)
+        for number in range(done, done + min(arguments.updates, done)):
+            for batch in plan.update(number).batches:
+                corpus.rows(batch)
     return phases
 
 
-def options_for(folder: Path, vocab_size: int):
+def options_for(folder: Path, arguments: argparse.Namespace):
     from vanilla_transformer.training.configuration import TrainingOptions
     from vanilla_transformer.training.texts import check_texts
 
     options = TrainingOptions(
-        train_files=(folder / "train.source", folder / "train.target"), vocab_size=vocab_size, max_length=512
+        train_files=(folder / "train.source", folder / "train.target"),
+        vocab_size=arguments.vocab_size,
+        vocabulary_pairs=arguments.vocabulary_pairs,
+        bpe_dropout=arguments.bpe_dropout,
+        max_length=512,
     )
     return check_texts(options)[0], options
 
