@@ -20,6 +20,7 @@ from tqdm import tqdm
 from vanilla_transformer.cli import main
 from vanilla_transformer.training.engine import TrainingRun
 from vanilla_transformer.training.loss import SmoothedTranslationLoss
+from vanilla_transformer.training.validation import Validation
 
 
 class Notes:
@@ -78,7 +79,7 @@ def observe(notes: Notes, limit: int | None) -> None:
         return forward(*arguments, **options)
 
     TrainingRun.step, SmoothedTranslationLoss.forward = planned_step, counted_forward
-    TrainingRun.validate = during("validation", TrainingRun.validate)
+    Validation.__call__ = during("validation", Validation.__call__)
     TrainingRun.save = during("checkpoint", TrainingRun.save)
 
 

@@ -11,7 +11,7 @@ from runs import D_MODEL, MAX_UPDATES, assert_same_run, make_run, train_anew
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training import divergence, engine
+from vanilla_transformer.training import divergence, engine, result
 from vanilla_transformer.training.checkpoints import fault_of
 from vanilla_transformer.training.divergence import LossWatch
 from vanilla_transformer.training.engine import TrainingRun
@@ -58,7 +58,7 @@ def test_memory_that_a_processor_refuses_is_named_wherever_it_is_asked_for(make_
     where = {"backward": "update 1", "optimiser": "the optimiser's part of update 1"}
     expected = rf"^Out of memory in {where.get(place, 'the validation of update 0')}, on a batch of \d+ pairs with .*"
     with pytest.raises(UserError, match=expected + "lower --tokens_per_batch") as raised:
-        run.validate() if place == "validation" else run.step(run.batches.updates(0)[0], 1)
+        run.validation(0) if place == "validation" else run.step(run.batches.updates(0)[0], 1)
     assert "DefaultCPUAllocator" in str(raised.value.__cause__)
 
 
@@ -232,14 +232,14 @@ def test_a_full_disk_is_named_and_spares_what_was_saved(make_options, tmp_path, 
 
 def test_a_result_that_cannot_be_written_can_be_made_later(make_options, tmp_path):
     options = make_options(tmp_path, max_updates=4)
-    original = engine.average_checkpoints
+    original = result.average_checkpoints
 
     def average(*arguments, **options):
         with small_files(8192):
             original(*arguments, **options)
 
     message = r"The model cannot be written to .*File too large.* use --resume\."
-    with mock.patch.object(engine, "average_checkpoints", average), pytest.raises(UserError, match=message):
+    with mock.patch.object(result, "average_checkpoints", average), pytest.raises(UserError, match=message):
         train_anew(options)
     assert not (tmp_path / "model.safetensors").exists()
     train_anew(replace(options, resume=True))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from vanilla_transformer.evaluation import Scores, evaluate_model, score
 from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.engine import Evaluation, train
+from vanilla_transformer.training.engine import train
+from vanilla_transformer.training.validation import Evaluation
 from vanilla_transformer.translation.translator import Translator
 
 

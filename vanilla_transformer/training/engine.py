@@ -6,31 +6,25 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.batching import TokenBatches, Update
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
-from .averaging import average_checkpoints
 from .checkpoints import (
-    checkpoint_name,
     discard,
-    last_checkpoints,
-    last_sound,
     list_checkpoints,
     load_optimizer,
     moments_of,
@@ -42,7 +36,7 @@ from .checkpoints import (
 from .configuration import TrainingOptions, check_output_dir
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
 from .ema import EMA_WEIGHTS, MovingAverage
-from .failures import naming_batch, naming_disk
+from .failures import naming_disk
 from .identity import architecture_of, differences, identity_of
 from .initialisation import make_model
 from .journal import Journal, Window, validation_line
@@ -51,41 +45,16 @@ from .loss import SmoothedTranslationLoss
 from .preparation import PreparedData, prepare
 from .process import OUT_OF_TIME, accelerating, catch_signals, keep_freed_memory
 from .reading_order import make_plan
+from .result import TrainingResult, write_result
 from .run_folder import write_run_record
 from .schedule import learning_rate
 from .selection import Selection
-from .sharding import Division, distribute, is_sharded, reshard, whole_model, with_idle_passes
+from .sharding import Division, distribute, is_sharded, whole_model
 from .step import OptimiserStep
 from .texts import check_texts
 from .tracking import Trackers
 from .utilization import ModelFlops, matrix_rate
-
-
-# Receives the model in evaluation mode and the tokenizer; returns named scores for the journal and, if it likes, under
-# `samples` a sequence of dictionaries, such as of source, reference and hypothesis, for samples.jsonl.
-Evaluation = Callable[[PreTrainedModel, PreTrainedTokenizerBase], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """How a run ended.
-
-    Args:
-        output_dir: The run's folder, a model folder unless the run was interrupted.
-        updates: Number of optimiser steps done.
-        interrupted_by: Number of the signal that stopped the run, or `None`.
-        out_of_time: Whether `max_time` stopped it.
-    """
-
-    output_dir: Path
-    updates: int
-    interrupted_by: int | None
-    out_of_time: bool
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the run came to its end and has a result."""
-        return self.interrupted_by is None and not self.out_of_time
+from .validation import Evaluation, Validation
 
 
 def train(
@@ -152,7 +121,6 @@ class TrainingRun:
         self.options = options
         self.accelerator = accelerator
         self.data = data
-        self.evaluation = evaluation
         self.deadline = deadline
         self.on_checkpoint = on_checkpoint
         self.checkpoints = options.output_dir / "checkpoints"
@@ -199,6 +167,16 @@ class TrainingRun:
         self.optimiser_step.skipped = skipped
         if self.update > 0 and isinstance(self.loss, DistributedDataParallel):
             self.optimiser_step.order_buckets(self.plan.update(self.update))
+        self.validation = Validation(
+            options,
+            accelerator,
+            data,
+            model=self.model,
+            loss=self.loss,
+            inputs=self.optimiser_step.inputs,
+            average=self.average,
+            evaluation=evaluation,
+        )
         self._model_flops = ModelFlops(self.model)
 
     @property
@@ -232,9 +210,10 @@ class TrainingRun:
             ) as progress,
         ):  # fmt: skip
             self._loop(journal, progress)
-        if not self.stop:
-            self._finish()
         if accelerator.is_main_process:
+            if not self.stop:
+                best = self.selection.best_updates
+                write_result(options, self.checkpoints, best, self.model.generation_config)
             trackers.finish()
         accelerator.wait_for_everyone()
         accelerator.end_training()
@@ -244,7 +223,7 @@ class TrainingRun:
     def _loop(self, journal: Journal | None, progress: tqdm) -> None:
         options = self.options
         # A run that was stopped when a validation was due has not done it yet.
-        if self.selection.validated < self.update and self._validation_is_due():
+        if self.selection.validated < self.update and self.validation.is_due(self.update, self.num_updates):
             self._validate(journal, progress)
             # The checkpoint that the run was resumed from knows nothing of it.
             self.save()
@@ -268,7 +247,11 @@ class TrainingRun:
                 )
                 if journal is not None:
                     journal.write("train", number, record)
-            is_best = not self.stop and self._validation_is_due() and self._validate(journal, progress)
+            is_best = (
+                not self.stop
+                and self.validation.is_due(self.update, self.num_updates)
+                and self._validate(journal, progress)
+            )
             is_last = self.stop or number == self.num_updates or self.selection.is_exhausted
             if is_best or is_last or number % options.save_every == 0:
                 self.save()
@@ -288,10 +271,6 @@ class TrainingRun:
             reason = exploded(number, self._watch, loss, pairs, self.data.train)
             raise stopped(reason, self.checkpoints, number - self._watch.streak)
 
-    def _validation_is_due(self) -> bool:
-        at_its_turn = self.update % self.options.validate_every == 0 or self.update == self.num_updates
-        return self.data.valid is not None and at_its_turn
-
     def _wish_to_stop(self, number: int) -> int:
         """The signal that this process received; on the main process OUT_OF_TIME, when there is still work to do."""
         is_time = self.accelerator.is_main_process and time.monotonic() >= self.deadline
@@ -299,7 +278,7 @@ class TrainingRun:
 
     def _validate(self, journal: Journal | None, progress: tqdm) -> bool:
         """Validate, write it down, and return whether this update's checkpoint is one of the best."""
-        record = self.validate()
+        record = self.validation(self.update)
         samples = record.pop("samples", ())
         if journal is not None:
             for sample in samples:
@@ -333,40 +312,6 @@ class TrainingRun:
         if self.average is not None:
             self.average.follow(number)
         return sums
-
-    def validate(self) -> dict[str, Any]:
-        """Score the validation text: loss without smoothing in nats a token, perplexity, and the evaluation's scores.
-
-        Returns:
-            Named scores, the same on every process.
-        """
-        with nullcontext() if self.average is None else self.average.in_place():
-            return self._validate_weights()
-
-    @torch.no_grad()
-    def _validate_weights(self) -> dict[str, Any]:
-        accelerator, corpus = self.accelerator, self.data.valid
-        self.loss.eval()
-        batches = TokenBatches(
-            corpus.source_lengths, corpus.target_lengths, tokens_per_batch=self.options.tokens_per_batch, shuffle=False
-        ).batches(0)
-        sums = torch.zeros(2, dtype=torch.float64)
-        share = list(enumerate(batches))[accelerator.process_index :: accelerator.num_processes]
-        where = f"the validation of update {self.update:,}"
-        for _, batch, weight in with_idle_passes(share, batches, accelerator.num_processes):
-            with accelerator.autocast(), naming_batch(where, batch, corpus, self.options.tokens_per_batch):
-                _, nll = self.loss(**self.optimiser_step.inputs(corpus, batch))
-            counted = torch.tensor([nll.item(), float(corpus.target_lengths[batch].sum())], dtype=torch.float64)
-            sums += weight * counted
-        reshard(self.loss)
-        nll, tokens = self._sum_over_processes(sums).tolist()
-        record = {"loss": nll / tokens, "perplexity": math.exp(min(nll / tokens, 700.0))}
-        if self.evaluation is not None:
-            model = whole_model(self.model, accelerator)
-            if accelerator.is_main_process:
-                record.update(self.evaluation(model.eval(), self.data.tokenizer))
-        # The evaluation's scores are the main process's alone, and the first use of several processes.
-        return broadcast_object_list([record])[0]
 
     def save(self) -> None:
         """Write a checkpoint and delete the oldest ones."""
@@ -415,11 +360,6 @@ class TrainingRun:
             record["loss_scale"] = self.accelerator.scaler.get_scale()
             record["skipped_updates"] = self.optimiser_step.skipped
         return record
-
-    def _sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
-        if self.accelerator.num_processes == 1:
-            return values
-        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
 
     def _on_signal(self, number: int) -> None:
         # Only a second Ctrl-C is impatience: launchers repeat SIGTERM, which must not break off the saving.
@@ -511,26 +451,3 @@ class TrainingRun:
             "attention": self.model.config._attn_implementation,
             "matrix_flops_per_second": self._matrix_rate,
         }
-
-    def _finish(self) -> None:
-        """Write the run's model: the mean of the last checkpoints, or the best one, or a moving average."""
-        if not self.accelerator.is_main_process:
-            return
-        options = self.options
-        if options.result == "best":
-            checkpoints = [self.checkpoints / checkpoint_name(self.selection.best_updates[0])]
-        else:
-            checkpoints = last_sound(
-                last_checkpoints(self.checkpoints), options.num_averaged, lambda text: print(text, file=sys.stderr)
-            )
-        with naming_disk("The model", options.output_dir, self.checkpoints):
-            average_checkpoints(checkpoints, options.output_dir, moving_average=self.average is not None)
-            # A resumed run may have changed it since the checkpoints were written.
-            self.model.generation_config.save_pretrained(options.output_dir)
-        updates = ", ".join(f"{update_of(checkpoint):,}" for checkpoint in checkpoints)
-        what = f"the mean of the checkpoints of updates {updates}" if len(checkpoints) > 1 else f"update {updates}"
-        if self.average is not None:
-            what = f"the moving average of the weights at {what}"
-        if options.result == "best":
-            what += f", which has the best {options.best_metric}"
-        print(f"The model in {options.output_dir} is {what}.", file=sys.stderr)

@@ -1,0 +1,70 @@
+"""What a run ends with: its model, and how it ended."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from .averaging import average_checkpoints
+from .checkpoints import checkpoint_name, last_checkpoints, last_sound, update_of
+from .configuration import TrainingOptions
+from .failures import naming_disk
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a run ended.
+
+    Args:
+        output_dir: The run's folder, a model folder unless the run was interrupted.
+        updates: Number of optimiser steps done.
+        interrupted_by: Number of the signal that stopped the run, or `None`.
+        out_of_time: Whether `max_time` stopped it.
+    """
+
+    output_dir: Path
+    updates: int
+    interrupted_by: int | None
+    out_of_time: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run came to its end and has a result."""
+        return self.interrupted_by is None and not self.out_of_time
+
+
+def write_result(
+    options: TrainingOptions, checkpoints: Path, best_updates: list[int], generation_config: GenerationConfig
+) -> None:
+    """Write the run's model: the mean of the last checkpoints, or the best one, or a moving average there.
+
+    Args:
+        options: Training options.
+        checkpoints: Folder of the checkpoints.
+        best_updates: Numbers of optimiser steps of the best checkpoints, best first.
+        generation_config: How the model is to translate; a resumed run may have changed it since the checkpoints.
+
+    Raises:
+        UserError: The disk is full.
+    """
+    if options.result == "best":
+        chosen = [checkpoints / checkpoint_name(best_updates[0])]
+    else:
+        chosen = last_sound(
+            last_checkpoints(checkpoints), options.num_averaged, lambda text: print(text, file=sys.stderr)
+        )
+    with naming_disk("The model", options.output_dir, checkpoints):
+        average_checkpoints(chosen, options.output_dir, moving_average=options.ema_decay > 0.0)
+        generation_config.save_pretrained(options.output_dir)
+    print(f"The model in {options.output_dir} is {_description(options, chosen)}.", file=sys.stderr)
+
+
+def _description(options: TrainingOptions, checkpoints: list[Path]) -> str:
+    updates = ", ".join(f"{update_of(checkpoint):,}" for checkpoint in checkpoints)
+    what = f"the mean of the checkpoints of updates {updates}" if len(checkpoints) > 1 else f"update {updates}"
+    if options.ema_decay > 0.0:
+        what = f"the moving average of the weights at {what}"
+    if options.result == "best":
+        what += f", which has the best {options.best_metric}"
+    return what
