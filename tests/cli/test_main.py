@@ -148,6 +148,28 @@ def test_text_is_utf8_whatever_the_locale(tmp_path):
     assert "Größe.de cannot be read" in result.stderr.decode("utf-8")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere the names of files are Unicode")
+@pytest.mark.parametrize("place", ["of the recipe", "in the recipe", "of the text"])
+def test_names_that_the_locale_cannot_hold_are_refused_with_the_remedy(tmp_path, place):
+    folder = tmp_path / "Übung"
+    folder.mkdir()
+    recipe = folder / "recipe.yaml" if place == "of the recipe" else tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: {folder / 'run'}\n", encoding="utf-8")
+    text = folder / "text" if place == "of the text" else tmp_path / "text"
+    text.write_text("one\n", encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "train", "--config", recipe, "--train_files", text, text, "--device", "cpu"],
+        capture_output=True,
+        env=environment,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.decode("utf-8").splitlines()
+    assert re.fullmatch(r"vanilla-transformer train: .*/Übung/.* has letters .*; set PYTHONUTF8=1, or .*", line)
+
+
 def test_what_is_printed_is_utf8_and_may_name_files_that_are_not(run_folder, tmp_path, monkeypatch):
     name = os.fsencode(tmp_path / "Größe") + b"-\xdf"
     output = io.BytesIO()

@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb not in VERBS:
             raise _usage_error(verb)
         name = f"{PROGRAM} {verb}"
+        _check_encoding(arguments)
         status = _run(verb, arguments[1:])
         sys.stdout.flush()
         return status
@@ -67,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
+        if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding() != "utf-8":
+            # The name of a file, which a recipe tells.
+            _complain(name, f"{error.object} {_NOT_OF_THE_LOCALE.format(error.encoding)}")
+            return 1
         reason = _reason_of_disk(error)
         if reason is None:
             raise
@@ -86,6 +91,9 @@ def _reason_of_disk(error: Exception) -> str | None:
     return os.strerror(number) if number in refusals else None
 
 
+_NOT_OF_THE_LOCALE = "has letters that the locale's encoding, {}, does not; set PYTHONUTF8=1, or a UTF-8 locale."
+
+
 class _UsageError(UserError):
     """A mistake in the command itself."""
 
@@ -95,7 +103,15 @@ def _prepare_output() -> None:
         raise UserError("Standard output is closed; leave it open, or send it to a file.")
     # Text is UTF-8 on its way in and out, whatever the locale; names of files may be bytes that are not.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
-    sys.stderr.reconfigure(encoding="utf-8")
+    sys.stderr.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
+def _check_encoding(arguments: Sequence[str]) -> None:
+    """Refuse arguments that the locale could not decode: not every library opens files by such names."""
+    encoding = sys.getfilesystemencoding()
+    for argument in arguments:
+        if encoding != "utf-8" and any("\udc80" <= letter <= "\udcff" for letter in argument):
+            raise UserError(f"{argument} {_NOT_OF_THE_LOCALE.format(encoding)}")
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
