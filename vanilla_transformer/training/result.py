@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
+from vanilla_transformer.errors import UserError
+
 from .averaging import average_checkpoints
 from .checkpoints import checkpoint_name, last_checkpoints, last_sound, update_of
 from .configuration import TrainingOptions
@@ -39,6 +41,8 @@ def write_result(
 ) -> None:
     """Write the run's model: the mean of the last checkpoints, or the best one, or a moving average there.
 
+    Damaged checkpoints are passed over, with a sentence on standard error that names them.
+
     Args:
         options: Training options.
         checkpoints: Folder of the checkpoints.
@@ -46,25 +50,30 @@ def write_result(
         generation_config: How the model is to translate; a resumed run may have changed it since the checkpoints.
 
     Raises:
-        UserError: The disk is full.
+        UserError: All of these checkpoints are damaged, or the disk is full.
     """
+    candidates = last_checkpoints(checkpoints)
     if options.result == "best":
-        chosen = [checkpoints / checkpoint_name(best_updates[0])]
-    else:
-        chosen = last_sound(
-            last_checkpoints(checkpoints), options.num_averaged, lambda text: print(text, file=sys.stderr)
+        candidates = [checkpoints / checkpoint_name(update) for update in reversed(best_updates)]
+    chosen = last_sound(candidates, options.num_averaged, lambda text: print(text, file=sys.stderr))
+    if not chosen:
+        raise UserError(
+            f"Every checkpoint in {checkpoints} that --result {options.result} may take is damaged; use --resume with "
+            "another --result."
         )
     with naming_disk("The model", options.output_dir, checkpoints):
         average_checkpoints(chosen, options.output_dir, moving_average=options.ema_decay > 0.0)
         generation_config.save_pretrained(options.output_dir)
-    print(f"The model in {options.output_dir} is {_description(options, chosen)}.", file=sys.stderr)
+    print(f"The model in {options.output_dir} is {_description(options, chosen, best_updates)}.", file=sys.stderr)
 
 
-def _description(options: TrainingOptions, checkpoints: list[Path]) -> str:
+def _description(options: TrainingOptions, checkpoints: list[Path], best_updates: list[int]) -> str:
     updates = ", ".join(f"{update_of(checkpoint):,}" for checkpoint in checkpoints)
     what = f"the mean of the checkpoints of updates {updates}" if len(checkpoints) > 1 else f"update {updates}"
     if options.ema_decay > 0.0:
         what = f"the moving average of the weights at {what}"
     if options.result == "best":
         what += f", which has the best {options.best_metric}"
+        if update_of(checkpoints[0]) != best_updates[0]:
+            what += " of those that are not damaged"
     return what
