@@ -4,6 +4,7 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerTokenizer
+from vanilla_transformer.data import tmx
 from vanilla_transformer.data.encoding import fingerprint_of_tokenizer
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import PROVENANCE, SIZES
 from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.preparation import load_tokenizer, model_configuration, prepare
+from vanilla_transformer.training.texts import check_texts
 
 
 SENTENCES = tuple(Path(__file__).parents[1] / "data" / f"sentences.{language}" for language in ("en", "de"))
@@ -152,6 +155,35 @@ def test_a_given_tokenizer_is_used_as_it_is(tmp_path, tokenizer_folder):
 
 
 # Other sources
+
+
+def test_a_memory_is_parsed_once_to_be_checked_and_once_for_each_use(tmp_path, monkeypatch):
+    sides = [path.read_text(encoding="utf-8").splitlines() for path in SENTENCES]
+    units = "".join(
+        f'<tu><tuv xml:lang="en"><seg>{escape(source)}</seg></tuv>'
+        f'<tuv xml:lang="de"><seg>{escape(target)}</seg></tuv></tu>'
+        for source, target in zip(*sides, strict=True)
+    )
+    path = tmp_path / "text.tmx"
+    path.write_text(f"<tmx><body>{units}</body></tmx>", encoding="utf-8")
+    parsed = []
+    original = tmx._units
+
+    def count(path):
+        yield from original(path)
+        parsed.append(path)
+
+    monkeypatch.setattr(tmx, "_units", count)
+    chosen = options(train_files=(path,), source_language="en", target_language="de")
+    for expected in (3, 0):
+        parsed.clear()
+        check_texts(chosen)
+        check_texts(chosen)
+        assert len(prepare(chosen, tmp_path / "cache").train) == 40
+        # Check, vocabulary, ids; then nothing is left to read.
+        assert len(parsed) == expected
+    path.write_text(f"<tmx><body>{units * 2}</body></tmx>", encoding="utf-8")
+    assert len(prepare(chosen, tmp_path / "cache").train) == 80
 
 
 def json_lines(folder: Path, **more) -> tuple[Path]:

@@ -6,8 +6,9 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
@@ -181,14 +182,24 @@ class FileSource(PairSource):
                 raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
 
     def check_lines(self) -> int:
-        """Count the lines, as `PairSource.check_lines` says; files that stand side by side must have equally many."""
-        counts = [_count_lines(path) for path in self.files]
-        for path, count in zip(self.files, counts, strict=True):
+        """Count the lines, as `PairSource.check_lines` says; files that stand side by side must have equally many.
+
+        Unchanged files are read once only, however often they are counted.
+        """
+        files = tuple(self.files)
+        statuses = [path.stat() for path in files]
+        return _count(self.count, files, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses))
+
+    @staticmethod
+    def count(files: tuple[Path, ...]) -> int:
+        """Read files to count their lines, as `check_lines` says."""
+        counts = [_count_lines(path) for path in files]
+        for path, count in zip(files, counts, strict=True):
             if count == 0:
                 raise UserError(f"{path} is empty; it must hold at least one sentence pair.")
         if len(counts) == 2 and counts[0] != counts[1]:
             raise UserError(
-                f"{self.files[0]} has {counts[0]:,} lines and {self.files[1]} has {counts[1]:,}; parallel files must "
+                f"{files[0]} has {counts[0]:,} lines and {files[1]} has {counts[1]:,}; parallel files must "
                 "have one line for each pair, so align them again."
             )
         return counts[0]
@@ -345,6 +356,13 @@ def read_blocks(path: Path) -> Iterator[bytes]:
                 yield block
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be decompressed ({error}); compress it again with gzip.") from error
+
+
+@lru_cache(maxsize=16)
+def _count(
+    count: Callable[[tuple[Path, ...]], int], files: tuple[Path, ...], _versions: tuple[tuple[int, ...], ...]
+) -> int:
+    return count(files)
 
 
 def _count_lines(path: Path) -> int:

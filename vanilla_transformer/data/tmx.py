@@ -41,16 +41,17 @@ class TranslationMemory(FileSource):
         """The languages."""
         return ["tmx", self.languages]
 
-    def check_lines(self) -> int:
-        """Count the units, as `PairSource.check_lines` says; also refuse XML that is not well-formed or unsafe."""
-        count = sum(1 for _ in self._units())
+    @staticmethod
+    def count(files: tuple[Path]) -> int:
+        """Read the file to count its units; also refuse XML that is not well-formed or unsafe."""
+        count = sum(1 for _ in _units(files[0]))
         if count == 0:
-            raise UserError(f"{self} has no <tu>; it must be a TMX file with at least one unit.")
+            raise UserError(f"{files[0]} has no <tu>; it must be a TMX file with at least one unit.")
         return count
 
     def read(self, rejections: Rejections) -> Iterator[Pair]:
         """Read the units as they stand there; of several segments in one language, the first counts."""
-        for number, segments in enumerate(self._units(), start=1):
+        for number, segments in enumerate(_units(self.files[0]), start=1):
             sides = []
             for wanted in self.languages:
                 found = next((text for language, text in segments if _matches(language, wanted)), None)
@@ -60,22 +61,6 @@ class TranslationMemory(FileSource):
                 sides.append(found)
             else:
                 yield Pair(number, *sides)
-
-    def _units(self) -> Iterator[list[tuple[str, str]]]:
-        """Language and text of the segments of each unit."""
-        path = self.files[0]
-        reader = _Reader(path)
-        try:
-            for block in read_blocks(path):
-                reader.parser.Parse(block, False)
-                yield from reader.take()
-            reader.parser.Parse(b"", True)
-            yield from reader.take()
-        except expat.ExpatError as error:
-            raise UserError(
-                f"{path}, line {error.lineno:,}, column {error.offset + 1}: the XML is not well-formed "
-                f"({expat.ErrorString(error.code)}); correct the file."
-            ) from error
 
 
 class _Reader:
@@ -129,6 +114,22 @@ class _Reader:
             f"{self._path}, line {self.parser.CurrentLineNumber:,}: the entity {name} is not one of XML's own five; "
             "entities can hide text of any size, so replace it by what it stands for."
         )
+
+
+def _units(path: Path) -> Iterator[list[tuple[str, str]]]:
+    """Language and text of the segments of each unit."""
+    reader = _Reader(path)
+    try:
+        for block in read_blocks(path):
+            reader.parser.Parse(block, False)
+            yield from reader.take()
+        reader.parser.Parse(b"", True)
+        yield from reader.take()
+    except expat.ExpatError as error:
+        raise UserError(
+            f"{path}, line {error.lineno:,}, column {error.offset + 1}: the XML is not well-formed "
+            f"({expat.ErrorString(error.code)}); correct the file."
+        ) from error
 
 
 def _matches(language: str, wanted: str) -> bool:
