@@ -1,7 +1,9 @@
 """The hook that receives finished checkpoints while the run goes on."""
 
+import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -53,6 +55,29 @@ def test_the_hook_receives_every_checkpoint_whole(options):
     train(options, on_checkpoint=publish)
     assert received == [2, 4, 6, 8]
     assert updates_of(options) == [8]
+
+
+@pytest.mark.parametrize("kind", ["metrics", "samples"])
+def test_what_was_measured_is_on_the_disk_when_a_checkpoint_stands(options, kind):
+    synced, received = {}, []
+    original = os.fsync
+
+    def fsync(descriptor):
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        original(descriptor)
+
+    def publish(checkpoint):
+        status = (options.output_dir / f"{kind}.jsonl").stat()
+        assert synced[status.st_ino] == status.st_size
+        received.append(status.st_size)
+
+    options = replace(options, valid_files=options.train_files, validate_every=1)
+    with mock.patch.object(os, "fsync", fsync):
+        train(options, lambda *_: {"samples": [{"hypothesis": "x"}]}, publish)
+        assert received == sorted({*received}) and len(received) == 8
+        train(replace(options, resume=True, max_updates=10), lambda *_: {"samples": [{"hypothesis": "x"}]}, publish)
+    assert received[-1] > received[7]
 
 
 def test_a_failing_hook_is_reported_and_the_run_goes_on(options, capsys):

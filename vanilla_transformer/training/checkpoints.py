@@ -11,7 +11,6 @@ A checkpoint is a folder `update-00001000` that `from_pretrained` loads, with th
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 
 from vanilla_transformer.errors import UserError
 
+from .disk import sync
 from .leases import MANIFEST, rename_unless_read
 from .sharding import part_for, whole
 
@@ -73,13 +73,13 @@ def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -
         manifest = {path.name: _describe(path) for path in sorted(partial.iterdir())}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+            sync(path)
+        sync(partial)
         replaced = folder / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _sync(folder)
+        sync(folder)
         _remove(replaced)
     except BaseException:
         _remove(partial)
@@ -277,16 +277,3 @@ def _remove(path: Path) -> None:
 def _describe(path: Path) -> dict[str, int | str]:
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    """Have the operating system put a file or a folder's entries on the disk."""
-    if path.is_dir() and os.name == "nt":
-        # Windows opens no folders, and writes their entries by itself.
-        return
-    # Windows syncs only what was opened for writing.
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

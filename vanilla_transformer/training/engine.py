@@ -133,6 +133,8 @@ class TrainingRun:
         self.stop = 0
         self._received = 0
         self._window = Window()
+        # On the main process of a run that has begun.
+        self._journals: tuple[Journal, ...] = ()
         self._watch = LossWatch()
         self.selection = Selection(
             options.best_metric, options.keep_best, options.early_stopping_patience, options.early_stopping_threshold
@@ -196,6 +198,7 @@ class TrainingRun:
             validated = self.selection.validated
             journal = Journal(options.output_dir / "metrics.jsonl", self.update, validated, trackers.log)
             self._samples = Journal(options.output_dir / "samples.jsonl", validated)
+            self._journals = (journal, self._samples)
             # What lies beyond is damaged, and would be counted among the last checkpoints.
             discard(path for path in list_checkpoints(self.checkpoints) if update_of(path) > self.update)
             # A kill may have come between writing the newest one and this.
@@ -323,6 +326,8 @@ class TrainingRun:
                 tensors[EMA_WEIGHTS] = self.average.tensors()
         if self.accelerator.is_main_process:
             with naming_disk(f"The checkpoint of update {self.update:,}", self.checkpoints, self.checkpoints):
+                for journal in self._journals:
+                    journal.sync()
                 checkpoint = write_checkpoint(
                     self.checkpoints,
                     self.update,

@@ -11,6 +11,8 @@ import torch
 from vanilla_transformer.data.batching import Update
 from vanilla_transformer.data.encoding import EncodedCorpus
 
+from .disk import sync
+
 
 class Journal:
     """Append-only record of a run.
@@ -36,7 +38,9 @@ class Journal:
         kept = [record for record in records if record["update"] <= last.get(record["kind"], last_update)]
         partial = path.with_name(f"partial-{path.name}")
         partial.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), encoding="utf-8")
+        sync(partial)
         partial.replace(path)
+        sync(path.parent)
         if on_record is not None:
             for record in kept:
                 on_record(record)
@@ -54,6 +58,10 @@ class Journal:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
         if self._on_record is not None:
             self._on_record(record)
+
+    def sync(self) -> None:
+        """Have all records on the disk, as a checkpoint that says that they were written must have it."""
+        sync(self.path)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
