@@ -272,7 +272,8 @@ def differences(actual: Path, expected: Path) -> list[str]:
                 state["window"].pop("seconds")
             if states[0] != states[1]:
                 found.append(name)
-    leftovers = sorted(name for name in files[0] if "partial" in name or "replaced" in name)
+    names = (str(path.relative_to(actual)) for path in actual.rglob("*"))
+    leftovers = sorted(name for name in names if "partial" in name or "replaced" in name)
     if leftovers:
         found.append(f"leftovers: {leftovers}")
     return found
