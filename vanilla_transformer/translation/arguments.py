@@ -2,12 +2,110 @@
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from vanilla_transformer.errors import UserError
 
 
 MODEL_FILES = ("config.json", "tokenizer.json")
+
+SearchRules = Literal["paper", "transformers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How a translation is searched for; the defaults are the paper's (§6.1).
+
+    Lengths count the tokens of a translation with its `</s>`, and without the token that decoding starts from.
+
+    Args:
+        num_beams: Beam size, at least 1; 1 is greedy search.
+        num_hypotheses: Number of translations for each sentence: at most `num_beams`, or any number of samples.
+        length_penalty: Power of the length by which log-probabilities are divided; a finite number, and below 0 short
+            translations win.
+        rules: `paper` divides by ((5 + length) / 6)^`length_penalty` (Wu et al., 2016) and lets any of the
+            2 x `num_beams` best candidates end; `transformers` divides by length^`length_penalty`, and only the best
+            `num_beams` candidates may end, as in `generate(early_stopping="never")`.
+        extra_length: Largest number of tokens beyond those of the source, at least 0.
+        max_length: Largest number of tokens whatever the source, at least 1; `None` for none.
+        min_length: Smallest number of tokens before `</s>`.
+        banned_tokens: Ids that no translation contains. What is forbidden is left out of the softmax.
+        sample: Whether tokens are drawn by their probability, instead of a search for the best.
+        temperature: Divides logits before a token is drawn, above 0.
+        top_k: Draws only among so many best tokens; 0 for all.
+        top_p: Draws only among the best tokens that together have this probability, in (0, 1].
+        seed: Decides what is drawn, together with the place of the text, but not with its neighbours in a batch.
+
+    Raises:
+        UserError: A value is out of range, or values do not fit together.
+    """
+
+    num_beams: int = 4
+    num_hypotheses: int = 1
+    length_penalty: float = 0.6
+    rules: SearchRules = "paper"
+    extra_length: int = 50
+    max_length: int | None = None
+    min_length: int = 0
+    banned_tokens: tuple[int, ...] = ()
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, smallest in (("num_beams", 1), ("num_hypotheses", 1), ("max_length", 1)):
+            check_at_least(name, getattr(self, name), smallest)
+        for name in ("extra_length", "min_length", "top_k", "seed"):
+            check_at_least(name, getattr(self, name), 0)
+        if not math.isfinite(self.length_penalty):
+            raise UserError(f"--length_penalty is {self.length_penalty}; it must be a finite number.")
+        if self.rules not in get_args(SearchRules):
+            raise UserError(f"--rules is {self.rules}; it must be one of {', '.join(get_args(SearchRules))}.")
+        if not 0.0 < self.temperature < math.inf:
+            raise UserError(f"--temperature is {self.temperature}; it must be above 0.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"--top_p is {self.top_p}; it must be above 0 and at most 1.")
+        if self.sample and self.num_beams != 1:
+            raise UserError(f"--sample was given with --num_beams {self.num_beams}; samples need --num_beams 1.")
+        if not self.sample and self.num_hypotheses > self.num_beams:
+            raise UserError(
+                f"--num_hypotheses is {self.num_hypotheses}; it must be at most --num_beams, {self.num_beams}."
+            )
+        if not self.sample:
+            for name, unset in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+                if getattr(self, name) != unset:
+                    raise UserError(f"--{name} was given without --sample; it applies to sampling only.")
+
+    def penalty(self, length):
+        """What the log-probability of a translation is divided by.
+
+        Args:
+            length: Number of tokens, or an array of such numbers.
+
+        Returns:
+            The divisor, or an array of divisors.
+        """
+        base = (5.0 + length) / 6.0 if self.rules == "paper" else length * 1.0
+        return base**self.length_penalty
+
+
+def check_at_least(name: str, value: int | None, smallest: int) -> None:
+    """Refuse an option below its smallest value.
+
+    Args:
+        name: Name of the option.
+        value: Its value; `None` passes.
+        smallest: Smallest value.
+
+    Raises:
+        UserError: The value is smaller.
+    """
+    if value is not None and value < smallest:
+        raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
 
 
 def check_search(*, num_beams: int | None, length_penalty: float | None, tokens_per_batch: int) -> None:
@@ -22,8 +120,7 @@ def check_search(*, num_beams: int | None, length_penalty: float | None, tokens_
         UserError: A value is out of range.
     """
     for name, value in (("num_beams", num_beams), ("tokens_per_batch", tokens_per_batch)):
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}; it must be at least 1.")
+        check_at_least(name, value, 1)
     if length_penalty is not None and not math.isfinite(length_penalty):
         raise UserError(f"--length_penalty is {length_penalty}; it must be a finite number.")
 

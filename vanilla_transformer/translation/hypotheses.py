@@ -1,0 +1,62 @@
+"""What a search works out: translations, and on the way the tokens of all hypotheses.
+
+Shapes: S sentences, B hypotheses of a sentence, R rows, which are all hypotheses.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One translation of a sentence.
+
+    Args:
+        tokens: Ids with the final `</s>`, without the token that decoding starts from.
+        log_prob: Sum of the tokens' log-probabilities, a forced prefix included; NaN where no scores were asked for.
+        score: `log_prob` divided by the length penalty; what hypotheses are ranked by.
+        finished: Whether `</s>` was reached, and not only the largest length.
+    """
+
+    tokens: tuple[int, ...]
+    log_prob: float
+    score: float
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the search goes on after a step.
+
+    Args:
+        tokens: The next tokens [R'].
+        sentences: As for `IncrementalDecoder.select`.
+        rows: Likewise; `None` if nothing changes.
+    """
+
+    tokens: np.ndarray
+    sentences: np.ndarray | None
+    rows: np.ndarray | None
+
+
+class Tree:
+    """The tokens of all hypotheses of all sentences, each with its predecessor."""
+
+    def __init__(self, num_sentences: int, length: int, width: int):
+        self._tokens = np.zeros((num_sentences, length, width), dtype=np.int32)
+        self._parents = np.zeros_like(self._tokens)
+
+    def grow(self, sentences: np.ndarray, position: int, tokens: np.ndarray, parents: np.ndarray | None) -> None:
+        """Append tokens [S, B] to the hypotheses numbered by parents [S, B]; `None`: each to its own."""
+        width = tokens.shape[1]
+        self._tokens[sentences, position, :width] = tokens
+        self._parents[sentences, position, :width] = np.arange(width) if parents is None else parents
+
+    def path(self, sentence: int, length: int, row: int) -> list[int]:
+        """The first tokens of the hypothesis that has a row after so many positions."""
+        tokens = []
+        for position in range(length - 1, -1, -1):
+            tokens.append(int(self._tokens[sentence, position, row]))
+            row = self._parents[sentence, position, row]
+        return tokens[::-1]
