@@ -8,55 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from vanilla_transformer import (
     Translator,
-    VanillaTransformerConfig,
-    VanillaTransformerForConditionalGeneration,
     VanillaTransformerModel,
-    VanillaTransformerTokenizer,
 )
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.translation.translator import EXTRA_LENGTH
 
 
 SENTENCES = (Path(__file__).parents[1] / "data" / "sentences.en").read_text(encoding="utf-8").splitlines()
-
-
-def make_model(**settings) -> VanillaTransformerForConditionalGeneration:
-    torch.manual_seed(3)
-    sizes = {
-        "vocab_size": 261, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0,
-    }  # fmt: skip
-    model = VanillaTransformerForConditionalGeneration(VanillaTransformerConfig(**sizes, **settings)).eval()
-    model.generation_config = GenerationConfig(
-        max_length=64, num_beams=2, length_penalty=0.6, early_stopping=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
-    return model
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return VanillaTransformerTokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    """A model that has begun to learn the first letters of sentences, so that its outputs differ, and end."""
-    model = make_model()
-    rows = tokenizer(
-        SENTENCES, text_target=[sentence[:8] for sentence in SENTENCES], padding=True, return_tensors="pt"
-    )
-    rows["labels"][rows["labels"] == tokenizer.pad_token_id] = -100
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(150):
-        model(**rows).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.double()
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +177,7 @@ def test_search_options_reach_generate(model, tokenizer, recorder):
     assert not {"num_beams", "length_penalty"} & recorder.calls[-1].keys()
 
 
-def test_the_models_generation_configuration_is_the_default(tokenizer):
+def test_the_models_generation_configuration_is_the_default(tokenizer, make_model):
     # Without training, greedy and beam search find different outputs.
     model = make_model().double()
     config = model.generation_config
@@ -240,7 +201,7 @@ def test_a_model_that_does_not_generate_is_refused(tokenizer, model):
         Translator(VanillaTransformerModel(model.config), tokenizer)
 
 
-def test_learned_positions_bound_the_text_and_its_translation(tokenizer):
+def test_learned_positions_bound_the_text_and_its_translation(tokenizer, make_model):
     model = make_model(position_embedding_type="learned", max_position_embeddings=20)
     translator = Translator(model, tokenizer, num_beams=1)
     # 19 bytes and the end of the sentence.
