@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig, MarianConfig, MarianMTModel
 
-from vanilla_transformer import (
-    Translator,
-    VanillaTransformerModel,
-)
+import vanilla_transformer.translation.translator as MODULE
+from vanilla_transformer import Translator, VanillaTransformerModel, VanillaTransformerTokenizer
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.translation.translator import EXTRA_LENGTH
+from vanilla_transformer.translation.arguments import SearchOptions
+from vanilla_transformer.translation.hypotheses import Hypothesis
+from vanilla_transformer.translation.translator import Translation
 
 
 SENTENCES = (Path(__file__).parents[1] / "data" / "sentences.en").read_text(encoding="utf-8").splitlines()
@@ -25,23 +26,23 @@ def translator(model, tokenizer):
     return Translator(model, tokenizer, num_beams=1)
 
 
-class Recorder:
-    """Stands in for `generate` and keeps what it was called with."""
+class Echo:
+    """A backend that repeats the source as its own translation, and keeps what it was called with."""
 
-    def __init__(self, generate):
-        self.generate = generate
+    def __init__(self, *tokens):
+        self.tokens = tokens
         self.calls = []
 
-    def __call__(self, **options):
-        self.calls.append(options)
-        return self.generate(**options)
+    def translate(self, sources, **options):
+        self.calls.append({"sources": sources, **options})
+        return [[Hypothesis(self.tokens or tuple(row.tolist()), -1.0, -0.5, True)] for row in sources]
 
 
 @pytest.fixture
-def recorder(model, monkeypatch):
-    recorder = Recorder(model.generate)
-    monkeypatch.setattr(model, "generate", recorder)
-    return recorder
+def echo(monkeypatch):
+    echo = Echo()
+    monkeypatch.setattr(MODULE, "make_backend", lambda *_, **__: echo)
+    return echo
 
 
 # Order and completeness
@@ -49,15 +50,15 @@ def recorder(model, monkeypatch):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_translations_equal_plain_generate_sentence_by_sentence(model, tokenizer, num_beams):
-    translator = Translator(model, tokenizer, num_beams=num_beams, tokens_per_batch=200)
+    translator = Translator(model, tokenizer, num_beams=num_beams, rules="transformers", tokens_per_batch=200)
     sentences = SENTENCES[:12]
     expected = []
     for sentence in sentences:
         batch = tokenizer([sentence], return_tensors="pt")
-        search = {"num_beams": num_beams}
+        search = {"num_beams": num_beams, "length_penalty": 0.6, "early_stopping": "never"}
         if num_beams == 1:
             search.update(length_penalty=None, early_stopping=None)
-        length = batch["input_ids"].shape[1] + EXTRA_LENGTH
+        length = batch["input_ids"].shape[1] + 50
         ids = model.generate(**batch, max_new_tokens=length, max_length=None, **search)
         text = tokenizer.decode(ids[0], skip_special_tokens=True)
         expected.append(" ".join(part for part in text.replace("\r", "\n").split("\n") if part).strip())
@@ -70,126 +71,175 @@ def test_translations_equal_plain_generate_sentence_by_sentence(model, tokenizer
 def test_batches_do_not_change_translations(model, tokenizer, num_beams):
     sentences = SENTENCES[:20]
     results = [
-        Translator(model, tokenizer, num_beams=num_beams, tokens_per_batch=budget).translate(sentences)
+        Translator(model, tokenizer, num_beams=num_beams, tokens_per_batch=budget).hypotheses(sentences)
         for budget in (1, 150, 100_000)
     ]
-    # Sentences that end before the cap, which a batch shares.
-    caps = [len(tokenizer(sentence)["input_ids"]) + EXTRA_LENGTH for sentence in sentences]
-    ended = [
-        i for i, text in enumerate(results[0]) if len(tokenizer(text, add_special_tokens=False)["input_ids"]) < caps[i]
-    ]
-    assert len(ended) > len(sentences) // 2
     for result in results[1:]:
-        assert [result[i] for i in ended] == [results[0][i] for i in ended]
+        for translations, others in zip(result, results[0], strict=True):
+            assert [translation.text for translation in translations] == [other.text for other in others]
+            assert translations[0].score == pytest.approx(others[0].score, abs=1e-9)
 
 
 def test_the_order_of_the_texts_does_not_matter(translator):
     texts = [*SENTENCES[:10], "", " "]
     shuffled = random.Random(5).sample(range(len(texts)), len(texts))
-    one_by_one = Translator(translator.model, translator.tokenizer, num_beams=1, tokens_per_batch=1)
-    expected = one_by_one.translate(texts)
-    assert one_by_one.translate([texts[i] for i in shuffled]) == [expected[i] for i in shuffled]
+    expected = translator.translate(texts)
+    assert translator.translate([texts[i] for i in shuffled]) == [expected[i] for i in shuffled]
 
 
-def test_every_sentence_comes_back_in_its_place_whatever_the_batches(model, tokenizer, monkeypatch):
-    # A model that repeats the source: nothing may be lost, doubled or exchanged.
-    monkeypatch.setattr(model, "generate", lambda *, input_ids, **_: input_ids)
+def test_every_sentence_comes_back_in_its_place_whatever_the_batches(model, tokenizer, echo):
+    # A backend that repeats the source: nothing may be lost, doubled or exchanged.
     generator = random.Random(7)
     for _ in range(60):
         texts = [
             "".join(generator.choices("ab zé日🙂\t", k=generator.randint(0, 30)))
             for _ in range(generator.randint(0, 30))
         ]
-        translator = Translator(model, tokenizer, tokens_per_batch=generator.choice([1, 40, 100, 4096]))
-        assert translator.translate(texts) == [text.strip() for text in texts]
-        assert translator.translate(tuple(texts)) == [text.strip() for text in texts]
+        translator = Translator(
+            model, tokenizer, tokens_per_batch=generator.choice([1, 40, 100, 4096]), window=generator.randint(1, 9)
+        )
+        expected = [text.strip() for text in texts]
+        assert translator.translate(texts) == expected
+        assert translator.translate(tuple(texts)) == expected
+        assert list(translator.translate(iter(texts))) == expected
 
 
 def test_a_text_alone_gives_a_text(translator):
     single = translator.translate(SENTENCES[0])
     assert isinstance(single, str)
     assert translator.translate([SENTENCES[0]]) == [single]
+    assert [found.text for found in translator.hypotheses(SENTENCES[0])] == [single]
 
 
-def test_blank_texts_stay_empty_and_cost_nothing(translator, recorder):
+def test_blank_texts_stay_empty_and_cost_nothing(model, tokenizer, echo):
+    translator = Translator(model, tokenizer)
     assert translator.translate("") == ""
     assert translator.translate([]) == []
     assert translator.translate(["", " ", "\t\n"]) == ["", "", ""]
-    assert recorder.calls == []
+    assert list(translator.translate(iter([]))) == []
+    assert echo.calls == []
 
 
 def test_surrounding_white_space_does_not_matter(translator):
     assert translator.translate(f"  {SENTENCES[0]} \n") == translator.translate(SENTENCES[0])
 
 
-def test_a_translation_is_one_line(model, tokenizer, monkeypatch):
-    ids = torch.tensor([tokenizer("one\ntwo\r\n\nthree\n")["input_ids"]])
-    monkeypatch.setattr(model, "generate", lambda **_: ids)
+def test_a_translation_is_one_line(model, tokenizer, echo):
+    echo.tokens = tuple(tokenizer("one\ntwo\r\n\nthree\n")["input_ids"])
     assert Translator(model, tokenizer).translate("anything") == "one two three"
 
 
-# Many lines
+# Iterators
 
 
 @pytest.mark.parametrize("window", [1, 3, 7, 100])
-def test_lines_are_translated_as_texts_are(model, tokenizer, window):
-    translator = Translator(model, tokenizer, num_beams=1, tokens_per_batch=1)
-    lines = [*SENTENCES[:7], "", "Last."]
-    assert list(translator.translate_lines(iter(lines), window=window)) == translator.translate(lines)
+def test_an_iterator_is_translated_as_a_list_is(model, tokenizer, window):
+    translator = Translator(model, tokenizer, num_beams=1, window=window)
+    texts = [*SENTENCES[:7], "", "Last."]
+    assert list(translator.translate(iter(texts))) == translator.translate(texts)
 
 
-def test_endless_lines_are_read_no_further_than_a_window(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(model, "generate", lambda *, input_ids, **_: input_ids)
+def test_an_endless_iterator_is_read_no_further_than_a_window(model, tokenizer, echo):
     read = []
     lines = (read.append(number) or f"line {number}" for number in count())
-    translations = Translator(model, tokenizer).translate_lines(lines, window=10)
+    translations = Translator(model, tokenizer, window=10).translate(lines)
     assert read == []
     assert list(islice(translations, 25)) == [f"line {number}" for number in range(25)]
     assert len(read) == 30
 
 
+@pytest.mark.parametrize("shape", [list, iter])
+def test_samples_differ_by_place_and_not_by_window(model, tokenizer, shape):
+    texts = [SENTENCES[0]] * 6
+    options = {"sample": True, "num_hypotheses": 2, "temperature": 2.0, "seed": 3}
+    expected = Translator(model, tokenizer, **options).hypotheses(texts)
+    assert len({found[0].text for found in expected}) > 1
+    for window, budget in ((4, 4096), (1, 1), (100, 60)):
+        translator = Translator(model, tokenizer, window=window, tokens_per_batch=budget, **options)
+        assert [[x.text for x in found] for found in translator.hypotheses(shape(texts))] == [
+            [x.text for x in found] for found in expected
+        ]
+    other = Translator(model, tokenizer, **{**options, "seed": 4}).hypotheses(texts)
+    assert [found[0].text for found in other] != [found[0].text for found in expected]
+
+
+# Several translations, scores, prefixes
+
+
+def test_several_translations_come_with_scores_the_best_first(model, tokenizer):
+    translator = Translator(model, tokenizer, num_beams=4, num_hypotheses=3)
+    found = translator.hypotheses(SENTENCES[:5])
+    assert [len(translations) for translations in found] == [3] * 5
+    for translations in found:
+        assert len({translation.text for translation in translations}) == 3
+        scores = [translation.score for translation in translations]
+        assert scores == sorted(scores, reverse=True)
+        assert all(translation.log_prob <= translation.score < 0.0 for translation in translations)
+    assert translator.translate(SENTENCES[:5]) == [translations[0].text for translations in found]
+    assert translator.hypotheses("") == [Translation("", 0.0, 0.0, True)]
+
+
+@pytest.mark.parametrize("shape", [list, iter])
+def test_translations_begin_with_their_prefix(model, tokenizer, shape):
+    prefixes = ["", "Zz", "", "Die ", "é"]
+    for options in ({"num_beams": 1}, {"num_beams": 3}, {"sample": True}):
+        translator = Translator(model, tokenizer, window=2, **options)
+        free = translator.translate(SENTENCES[:5])
+        found = list(translator.translate(shape(SENTENCES[:5]), prefixes=shape(prefixes)))
+        assert all(text.startswith(prefix.strip()) for text, prefix in zip(found, prefixes, strict=True))
+        assert [found[0], found[2]] == [free[0], free[2]]
+        assert translator.translate(SENTENCES[0], prefixes="Zz").startswith("Zz")
+    with pytest.raises(UserError, match=r"^There are 5 texts and 4 prefixes;"):
+        translator.translate(SENTENCES[:5], prefixes=prefixes[:4])
+
+
 # Options
 
 
-def test_batches_keep_the_budget_and_start_with_the_longest(model, tokenizer, recorder):
-    Translator(model, tokenizer, num_beams=1, tokens_per_batch=120).translate(SENTENCES)
-    shapes = [tuple(call["input_ids"].shape) for call in recorder.calls]
+def test_batches_keep_the_budget_and_start_with_the_longest(model, tokenizer, echo):
+    Translator(model, tokenizer, tokens_per_batch=120).translate(SENTENCES)
+    shapes = [(len(call["sources"]), max(map(len, call["sources"]))) for call in echo.calls]
     assert sum(rows for rows, _ in shapes) == len(SENTENCES)
     assert all(rows * width <= 120 for rows, width in shapes)
     assert len(shapes) < len(SENTENCES)
     widths = [width for _, width in shapes]
     assert widths == sorted(widths, reverse=True)
-    for call in recorder.calls:
-        assert torch.equal(call["attention_mask"].bool(), call["input_ids"] != tokenizer.pad_token_id)
-        assert call["max_new_tokens"] == call["input_ids"].shape[1] + EXTRA_LENGTH
 
 
-def test_a_text_beyond_the_budget_makes_its_own_batch(model, tokenizer, recorder):
-    Translator(model, tokenizer, num_beams=1, tokens_per_batch=5).translate(["a" * 30, "b", "c"])
-    assert recorder.calls[0]["input_ids"].shape == (1, 31)
+def test_a_text_beyond_the_budget_makes_its_own_batch(model, tokenizer, echo):
+    Translator(model, tokenizer, tokens_per_batch=5).translate(["a" * 30, "b", "c"])
+    assert [len(row) for row in echo.calls[0]["sources"]] == [31]
 
 
-def test_search_options_reach_generate(model, tokenizer, recorder):
-    Translator(model, tokenizer, num_beams=3, length_penalty=1.5).translate("a")
-    assert (recorder.calls[-1]["num_beams"], recorder.calls[-1]["length_penalty"]) == (3, 1.5)
-    # Unset ones are left to the model's generation configuration.
-    Translator(model, tokenizer).translate("a")
-    assert not {"num_beams", "length_penalty"} & recorder.calls[-1].keys()
+def test_progress_counts_every_text_once(model, tokenizer):
+    counted = []
+    translator = Translator(model, tokenizer, num_beams=1, max_source_tokens=8, tokens_per_batch=30)
+    texts = ["", "One two three four.", *SENTENCES[:9]]
+    translator.translate_window(texts, on_progress=counted.append)
+    assert sum(counted) == len(texts)
 
 
 def test_the_models_generation_configuration_is_the_default(tokenizer, make_model):
     # Without training, greedy and beam search find different outputs.
     model = make_model().double()
     config = model.generation_config
-    explicit = Translator(model, tokenizer, num_beams=config.num_beams, length_penalty=config.length_penalty)
+    config.suppress_tokens, config.bad_words_ids = [77], [[78], [79, 80]]
+    translator = Translator(model, tokenizer)
+    assert (translator.options.num_beams, translator.options.length_penalty) == (2, 0.6)
+    assert translator.options.banned_tokens == (77, 78)
+    explicit = Translator(model, tokenizer, num_beams=2, length_penalty=0.6, banned_tokens=(77, 78))
     greedy = Translator(model, tokenizer, num_beams=1)
-    default = Translator(model, tokenizer).translate(SENTENCES[:8])
+    default = translator.translate(SENTENCES[:8])
     assert default == explicit.translate(SENTENCES[:8])
     assert default != greedy.translate(SENTENCES[:8])
+    # A model that says nothing is translated greedily, and with the paper's penalty if more is asked for.
+    model.generation_config = GenerationConfig(decoder_start_token_id=1, eos_token_id=[2], pad_token_id=0)
+    assert Translator(model, tokenizer).options == SearchOptions(num_beams=1)
+    assert Translator(model, tokenizer, num_beams=4).options == SearchOptions()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_beams", 0), ("tokens_per_batch", -1), ("length_penalty", float("nan"))]
+    ("name", "value"), [("num_beams", 0), ("tokens_per_batch", -1), ("window", 0), ("length_penalty", float("nan"))]
 )
 def test_options_out_of_range_are_refused(model, tokenizer, name, value):
     with pytest.raises(UserError, match=f"^--{name} is {value}; it must be"):
@@ -201,13 +251,137 @@ def test_a_model_that_does_not_generate_is_refused(tokenizer, model):
         Translator(VanillaTransformerModel(model.config), tokenizer)
 
 
-def test_learned_positions_bound_the_text_and_its_translation(tokenizer, make_model):
+def test_a_model_of_numbers_that_are_not_finite_is_named(tokenizer, make_model):
+    model = make_model()
+    torch.nn.init.constant_(model.model.shared.weight, float("nan"))
+    for num_beams in (1, 3):
+        with pytest.raises(UserError, match=r"^The model finds no translation of text 2: "):
+            Translator(model, tokenizer, num_beams=num_beams).hypotheses(["", "a"])
+
+
+# Long texts
+
+
+def test_long_texts_are_split_at_ends_of_sentences(model, tokenizer, echo):
+    translator = Translator(model, tokenizer, max_source_tokens=12)
+    text = "One two. Three! Four five six seven eight nine.  Ten? abcdefghijklmnop"
+    assert translator.translate(["", text, "b"]) == ["", text.replace("  ", " ").replace("klm", "k lm"), "b"]
+    parts = {tokenizer.decode(row, skip_special_tokens=True) for call in echo.calls for row in call["sources"]}
+    assert parts == {
+        "One two.", "Three!", "Four five", "six seven", "eight nine.", "Ten?", "abcdefghijk", "lmnop", "b",
+    }  # fmt: skip
+    (found,) = translator.hypotheses([text])
+    assert (found[0].log_prob, found[0].score) == (-8.0, -4.0)
+
+
+def test_long_texts_are_refused_or_translated_as_asked(model, tokenizer, echo):
+    texts = ["a", "", "b" * 20]
+    translator = Translator(model, tokenizer, max_source_tokens=20, long_texts="translate")
+    assert translator.translate(texts) == texts
+    translator = Translator(model, tokenizer, max_source_tokens=20, long_texts="refuse", window=1)
+    assert translator.translate(["b" * 19]) == ["b" * 19]
+    with pytest.raises(UserError, match=r"^Text 3 has 21 tokens, and at most 20 are translated; split the text,"):
+        translator.translate(texts)
+    with pytest.raises(UserError, match=r"^Text 3 has"):
+        list(translator.translate(iter(texts)))
+
+
+def test_the_tokenizer_says_how_long_a_text_may_be(model):
+    tokenizer = VanillaTransformerTokenizer(model_max_length=30)
+    assert Translator(model, tokenizer).max_source_tokens == 30
+    assert Translator(model, tokenizer, max_source_tokens=50).max_source_tokens == 50
+    assert Translator(model, VanillaTransformerTokenizer()).max_source_tokens is None
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_learned_positions_bound_the_text_and_its_translation(tokenizer, make_model, num_beams):
     model = make_model(position_embedding_type="learned", max_position_embeddings=20)
-    translator = Translator(model, tokenizer, num_beams=1)
-    # 19 bytes and the end of the sentence.
-    assert len(translator.translate(["a" * 19, "b"])) == 2
-    with pytest.raises(UserError, match=r"^Text 3 has 21 tokens, and the model has learned 20 positions"):
-        translator.translate(["a", "", "b" * 20])
+    # 19 bytes and the end of the sentence; the longer text is split.
+    translator = Translator(model, tokenizer, num_beams=num_beams, banned_tokens=(2,), max_source_tokens=99)
+    assert len(translator.translate(["a" * 19, "b", "c" * 30])) == 3
+    for long_texts in ("refuse", "translate"):
+        translator = Translator(model, tokenizer, long_texts=long_texts)
+        with pytest.raises(UserError, match=r"^Text 3 has 21 tokens, and at most 20 are translated;"):
+            translator.translate(["a", "", "b" * 20])
+
+
+# Languages
+
+
+def test_the_tag_of_a_language_begins_the_source(model, echo):
+    tokenizer = VanillaTransformerTokenizer.train_from_iterator(
+        ["a b c"], 263, min_frequency=1, languages=["de", "fr"]
+    )
+    with pytest.raises(UserError, match=r"^The model was trained for several target languages; name one of de, fr"):
+        Translator(model, tokenizer)
+    with pytest.raises(UserError, match=r"^--target_language is es, but the vocabulary has tags for de, fr;"):
+        Translator(model, tokenizer, target_language="es")
+    for language, tag in tokenizer.language_tags.items():
+        Translator(model, tokenizer, target_language=language, max_source_tokens=4).translate(["ab", "abcd"])
+        assert all(row[0] == tag for row in echo.calls[-1]["sources"])
+    assert tokenizer.tgt_lang is None
+    tokenizer.tgt_lang = "fr"
+    Translator(model, tokenizer).translate("ab")
+    assert echo.calls[-1]["sources"][0][0] == tokenizer.language_tags["fr"]
+
+
+def test_a_language_for_a_model_without_tags(model, tokenizer):
+    with pytest.raises(UserError, match=r"^--target_language is de, but the vocabulary has no language tags;"):
+        Translator(model, tokenizer, target_language="de")
+
+
+# Models of other classes
+
+
+@pytest.fixture(scope="module")
+def marian():
+    torch.manual_seed(1)
+    sizes = {
+        "vocab_size": 261, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    }  # fmt: skip
+    config = MarianConfig(**sizes, pad_token_id=0, eos_token_id=2, bos_token_id=1, decoder_start_token_id=1)
+    model = MarianMTModel(config).eval()
+    # What is forced has no probability.
+    model.generation_config.forced_eos_token_id = None
+    # Probabilities that differ.
+    with torch.no_grad():
+        model.model.shared.weight.mul_(20.0)
+    return model
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_other_models_translate_with_generate(marian, tokenizer, num_beams):
+    # A batch has one cap.
+    search = {"num_beams": num_beams, "num_hypotheses": num_beams, "length_penalty": 1.0}
+    translator = Translator(marian, tokenizer, tokens_per_batch=1, **search)
+    found = translator.hypotheses(SENTENCES[:3])
+    for sentence, translations in zip(SENTENCES[:3], found, strict=True):
+        batch = tokenizer([sentence], return_tensors="pt")
+        beams = {"length_penalty": 1.0} if num_beams > 1 else {}
+        rows = marian.generate(
+            **batch, num_beams=num_beams, num_return_sequences=num_beams, **beams,
+            max_length=None, max_new_tokens=batch["input_ids"].shape[1] + 50,
+        )  # fmt: skip
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        # Line ends aside.
+        assert [translation.text.split() for translation in translations] == [text.split() for text in texts]
+        for row, translation in zip(rows.tolist(), translations, strict=True):
+            target = row[1:]
+            target = target[: target.index(2) + 1] if 2 in target else target
+            logits = marian(**batch, decoder_input_ids=torch.tensor([[1, *target[:-1]]])).logits[0]
+            total = logits.log_softmax(dim=-1).gather(1, torch.tensor(target)[:, None]).sum().item()
+            assert translation.log_prob == pytest.approx(total, abs=1e-3)
+            assert translation.score == pytest.approx(total / len(target), abs=1e-4)
+    assert translator.translate(SENTENCES[:3]) == [translations[0].text for translations in found]
+
+
+@pytest.mark.parametrize("options", [{"sample": True}, {"rules": "transformers"}, {"quantization": "int8"}])
+def test_what_other_models_cannot_do_is_refused(marian, tokenizer, options):
+    with pytest.raises(UserError, match=r"^MarianMTModel translates with its own `generate`"):
+        Translator(marian, tokenizer, **options)
+    with pytest.raises(UserError, match=r"^MarianMTModel takes no forced prefix"):
+        Translator(marian, tokenizer).translate("a", prefixes="b")
 
 
 # Loading
@@ -226,7 +400,7 @@ def test_a_saved_model_translates_as_before(folder, model, tokenizer):
         loaded = Translator.from_pretrained(name, device="cpu", num_beams=2, tokens_per_batch=77)
         assert not loaded.model.training
         assert loaded.model.dtype == torch.float64
-        assert (loaded.num_beams, loaded.tokens_per_batch) == (2, 77)
+        assert (loaded.options.num_beams, loaded.tokens_per_batch) == (2, 77)
         expected = Translator(model, tokenizer, num_beams=2, tokens_per_batch=77).translate(SENTENCES[:6])
         assert loaded.translate(SENTENCES[:6]) == expected
     assert Translator.from_pretrained(folder, device="cpu", dtype=torch.float32).model.dtype == torch.float32

@@ -1,10 +1,16 @@
 """What `translate` and `evaluate` share: options that name a model and its search, and the translator they make."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from vanilla_transformer.training.configuration import option
-from vanilla_transformer.translation.arguments import check_model_id, check_search
+from vanilla_transformer.translation.arguments import (
+    LongTexts,
+    Quantization,
+    SearchRules,
+    check_model_id,
+    check_search,
+)
 
 
 if TYPE_CHECKING:
@@ -16,16 +22,39 @@ class TranslatorOptions:
     """Options that make a translator."""
 
     model: str = option(..., "Model folder, or name on the Hub.")
-    num_beams: int | None = option(None, "Beam size; default: the model's generation configuration.")
-    length_penalty: float | None = option(None, "Power of the length that divides scores; default: likewise.")
+    device: str | None = option(None, "Where to run, such as cpu or cuda:1; default: a GPU if there is one.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Floating-point type of the weights; auto: as they were saved."
+    )
+    quantization: Quantization | None = option(None, "Round the weights; default: not at all.")
+    target_language: str | None = option(
+        None,
+        "Language to translate to, for models with a tag for each; default: the one that the model was saved with.",
+    )
+    num_beams: int | None = option(
+        None, "Beam size, 1 for greedy search; default: the model's generation configuration."
+    )
+    length_penalty: float | None = option(
+        None, "Power of the length penalty ((5 + length) / 6) that divides scores; default: likewise, else 0.6."
+    )
+    rules: SearchRules | None = option(
+        None, "The paper's beam search, or one that equals generate of transformers; default: paper."
+    )
+    extra_length: int | None = option(None, "Largest number of tokens beyond the source's; default: 50.")
+    min_length: int | None = option(None, "Smallest number of tokens; default: 0.")
+    long_texts: LongTexts = option(
+        "split", "Texts longer than the model was trained for: split at ends of sentences, refuse or translate whole."
+    )
+    max_source_tokens: int | None = option(None, "How long that is; default: as saved with the model.")
     tokens_per_batch: int = option(4096, "Largest padded number of source tokens of a batch.")
 
 
-def load_translator(options: TranslatorOptions) -> "Translator":
+def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
     """Load the model with its tokenizer.
 
     Args:
         options: Model and search.
+        **search: More fields of `SearchOptions`.
 
     Returns:
         The translator.
@@ -33,17 +62,24 @@ def load_translator(options: TranslatorOptions) -> "Translator":
     Raises:
         UserError: There is no such model, or an option is out of range.
     """
-    search = {
-        "num_beams": options.num_beams,
-        "length_penalty": options.length_penalty,
-        "tokens_per_batch": options.tokens_per_batch,
-    }
+    names = ("num_beams", "length_penalty", "rules", "extra_length", "min_length")
+    search = {**{name: getattr(options, name) for name in names}, **search}
+    sizes = {"tokens_per_batch": options.tokens_per_batch, "max_source_tokens": options.max_source_tokens}
     # Before seconds of imports.
-    check_search(**search)
+    check_search(search, **sizes)
     check_model_id(options.model)
     from vanilla_transformer.translation.translator import Translator
 
     from .session import start
 
     start()
-    return Translator.from_pretrained(options.model, **search)
+    return Translator.from_pretrained(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        target_language=options.target_language,
+        long_texts=options.long_texts,
+        **sizes,
+        **search,
+    )

@@ -82,6 +82,8 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
     if options.language_tags and options.target_language is not None:
         # What is translated later gets the tag that the training text had.
         tokenizer.tgt_lang = options.target_language
+    # What is longer was never seen in training.
+    tokenizer.model_max_length = options.max_length
     return PreparedData(tokenizer, train, valid)
 
 

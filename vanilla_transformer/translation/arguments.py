@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from vanilla_transformer.errors import UserError
 
@@ -12,6 +12,8 @@ from vanilla_transformer.errors import UserError
 MODEL_FILES = ("config.json", "tokenizer.json")
 
 SearchRules = Literal["paper", "transformers"]
+LongTexts = Literal["split", "refuse", "translate"]
+Quantization = Literal["int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,21 +110,23 @@ def check_at_least(name: str, value: int | None, smallest: int) -> None:
         raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
 
 
-def check_search(*, num_beams: int | None, length_penalty: float | None, tokens_per_batch: int) -> None:
-    """Check the options of the search.
+def check_search(search: dict[str, Any], *, tokens_per_batch: int, max_source_tokens: int | None = None) -> None:
+    """Check the options of a translator, as far as they can be checked without its model.
 
     Args:
-        num_beams: Beam size, at least 1, or `None`.
-        length_penalty: A finite number, or `None`; below 0 it prefers short translations.
+        search: Fields of `SearchOptions`; `None` means that the model decides.
         tokens_per_batch: At least 1.
+        max_source_tokens: At least 1, or `None`.
 
     Raises:
-        UserError: A value is out of range.
+        UserError: A value is out of range, or values do not fit together.
     """
-    for name, value in (("num_beams", num_beams), ("tokens_per_batch", tokens_per_batch)):
-        check_at_least(name, value, 1)
-    if length_penalty is not None and not math.isfinite(length_penalty):
-        raise UserError(f"--length_penalty is {length_penalty}; it must be a finite number.")
+    check_at_least("tokens_per_batch", tokens_per_batch, 1)
+    check_at_least("max_source_tokens", max_source_tokens, 1)
+    given = {name: value for name, value in search.items() if value is not None}
+    if "num_beams" not in given:
+        given["num_beams"] = 1 if given.get("sample") else max(1, given.get("num_hypotheses", 1))
+    SearchOptions(**given)
 
 
 def check_model_id(model_id: str | Path) -> None:

@@ -1,9 +1,14 @@
 """Text in, text out: sentences sorted by length, batched by tokens, returned in the caller's order."""
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -19,28 +24,57 @@ from transformers import (
 )
 
 from vanilla_transformer.data.batching import TokenBatches
-from vanilla_transformer.data.collation import pad
 from vanilla_transformer.errors import UserError
 
-from .arguments import check_model_id, check_search
+from .arguments import LongTexts, Quantization, check_at_least, check_model_id, check_search
+from .backends import make_backend, options_for
+from .hypotheses import Hypothesis
+from .segmentation import split_to_fit
 
 
-# Target tokens beyond the source's length (§6.1).
-EXTRA_LENGTH = 50
+# What transformers writes for a tokenizer without a largest length is far above this.
+_NO_LENGTH = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A translated text.
+
+    Args:
+        text: The translation, one line.
+        log_prob: Its log-probability; NaN where no scores were asked for.
+        score: What translations of a text are ranked by; the log-probability divided by the length penalty. Of a text
+            that was split, log-probability and score are sums over its parts.
+        finished: Whether the translation came to its end, and not only to the largest length.
+    """
+
+    text: str
+    log_prob: float
+    score: float
+    finished: bool
 
 
 class Translator:
-    """Translates sentences with `generate`.
+    """Translates texts with the paper's beam search.
+
+    Models of other classes than `VanillaTransformerForConditionalGeneration` translate with their own `generate`.
 
     Args:
         model: A translation model; used as it is, on its device and in its dtype.
         tokenizer: Its tokenizer.
-        num_beams: Beam size, at least 1; `None` takes the model's generation configuration.
-        length_penalty: Power of the length that divides a hypothesis's score; `None` as above.
         tokens_per_batch: Largest padded number of source tokens of a batch, beams not counted.
+        window: Number of texts of an iterator that are read, sorted and batched together.
+        max_source_tokens: The longest text that is translated whole, in tokens with `</s>`; `None` is the largest
+            length that the tokenizer (`model_max_length`) or learned positions know.
+        long_texts: What happens to longer texts: `split` at ends of sentences where there are any, `refuse`, or
+            `translate` them all the same, unless positions are learned.
+        target_language: Language whose tag sources begin with; `None` leaves it to the tokenizer.
+        quantization: How weights are rounded; `None` for not at all.
+        **search: Fields of `SearchOptions`. Those that are left out, or `None`, come from the model's generation
+            configuration, and else are the paper's.
 
     Raises:
-        UserError: A value is out of range, or the model does not generate text.
+        UserError: A value is out of range, the model does not generate text, or it needs a language.
 
     Example:
         >>> translator = Translator.from_pretrained("vanilla-transformer-quickstart")  # doctest: +SKIP
@@ -53,20 +87,30 @@ class Translator:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        num_beams: int | None = None,
-        length_penalty: float | None = None,
         tokens_per_batch: int = 4096,
+        window: int = 4000,
+        max_source_tokens: int | None = None,
+        long_texts: LongTexts = "split",
+        target_language: str | None = None,
+        quantization: Quantization | None = None,
+        **search: Any,
     ):
         if not isinstance(model, GenerationMixin):
             raise UserError(f"{type(model).__name__} does not generate text; load a model for translation.")
-        check_search(num_beams=num_beams, length_penalty=length_penalty, tokens_per_batch=tokens_per_batch)
+        check_search(search, tokens_per_batch=tokens_per_batch, max_source_tokens=max_source_tokens)
+        check_at_least("window", window, 1)
         self.model = model
-        self.tokenizer = tokenizer
-        self.num_beams = num_beams
-        self.length_penalty = length_penalty
+        self.tokenizer = _speaking(tokenizer, target_language)
+        self.options = options_for(model, search)
         self.tokens_per_batch = tokens_per_batch
+        self.window = window
+        self.long_texts = long_texts
+        self.quantization = quantization
+        self._backend = make_backend(model, tokenizer.pad_token_id, self.options, quantization=quantization)
         learned = getattr(model.config, "position_embedding_type", None) == "learned"
         self._max_positions: int | None = model.config.max_position_embeddings if learned else None
+        bounds = [max_source_tokens or tokenizer.model_max_length, self._max_positions or _NO_LENGTH]
+        self.max_source_tokens: int | None = min(bounds) if min(bounds) < _NO_LENGTH else None
 
     @classmethod
     def from_pretrained(
@@ -75,9 +119,8 @@ class Translator:
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str = "auto",
-        num_beams: int | None = None,
-        length_penalty: float | None = None,
-        tokens_per_batch: int = 4096,
+        quantization: Quantization | None = None,
+        **options: Any,
     ) -> "Translator":
         """Load a model and its tokenizer.
 
@@ -85,107 +128,264 @@ class Translator:
             model_id: Folder that `train` or `save_pretrained` wrote, or a model's name on the Hub.
             device: Where to run; `None` takes a GPU where there is one.
             dtype: Floating-point type of the weights; `auto` is the one they were saved in.
-            num_beams: As for the class.
-            length_penalty: As for the class.
-            tokens_per_batch: As for the class.
+            quantization: As for the class.
+            **options: Options of the class.
 
         Returns:
             The translator, its model in evaluation mode.
 
         Raises:
-            UserError: There is no model of that name, or it cannot be loaded.
+            UserError: There is no model of that name, or it cannot be loaded, or an option is wrong.
         """
-        check_search(num_beams=num_beams, length_penalty=length_penalty, tokens_per_batch=tokens_per_batch)
         check_model_id(model_id)
         local = Path(model_id).is_dir() or not _hub_answers(str(model_id))
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        _check_device(device)
         try:
             model = AutoModelForSeq2SeqLM.from_pretrained(model_id, dtype=dtype, local_files_only=local)
             tokenizer = AutoTokenizer.from_pretrained(model_id, local_files_only=local)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise _cannot_load(model_id, error) from error
-        return cls(
-            model.eval().to(device),
-            tokenizer,
-            num_beams=num_beams,
-            length_penalty=length_penalty,
-            tokens_per_batch=tokens_per_batch,
-        )
+        return cls(model.eval().to(device), tokenizer, quantization=quantization, **options)
 
-    def translate(self, texts: str | Sequence[str], *, show_progress: bool = False) -> str | list[str]:
-        """Translate one text or several.
+    @overload
+    def translate(self, texts: str, **options: Any) -> str: ...
+    @overload
+    def translate(self, texts: Sequence[str], **options: Any) -> list[str]: ...
+    @overload
+    def translate(self, texts: Iterable[str], **options: Any) -> Iterator[str]: ...
+    def translate(self, texts, **options):
+        """Translate one text, several, or any number of them in constant memory.
 
         Args:
-            texts: A text, or a sequence of texts; an empty text stays empty.
-            show_progress: Whether to draw a progress bar.
+            texts: A text; a sequence of texts; or an iterator, which is read one window at a time. An empty text stays
+                empty.
+            **options: As for `hypotheses`, but for `with_scores`.
 
         Returns:
-            The translation, or the translations in the order of the texts; each is one line.
+            The best translation; a list of those of a sequence; an iterator over those of an iterator. They have the
+            order of the texts, and each is one line.
 
         Raises:
-            UserError: A text has more tokens than the model has learned positions.
+            UserError: A text has more tokens than are translated.
         """
-        if isinstance(texts, str):
-            return self.translate([texts])[0]
-        translations = [""] * len(texts)
-        wanted = [i for i, text in enumerate(texts) if text.strip()]
-        if not wanted:
-            return translations
-        ids = self.tokenizer([texts[i].strip() for i in wanted], return_attention_mask=False, verbose=False)
-        sources = [np.asarray(row) for row in ids["input_ids"]]
-        lengths = np.fromiter((len(row) for row in sources), dtype=np.int64, count=len(sources))
-        if self._max_positions is not None and lengths.max() > self._max_positions:
-            raise UserError(
-                f"Text {wanted[int(lengths.argmax())] + 1:,} has {lengths.max():,} tokens, and the model has learned "
-                f"{self._max_positions:,} positions; split the text."
-            )
-        # Longest first: if memory is short, it is at once.
-        plan = TokenBatches(
-            lengths, lengths, tokens_per_batch=max(self.tokens_per_batch, int(lengths.max())), shuffle=False
-        ).batches(0)[::-1]
-        with tqdm(total=len(wanted), desc="Translating", unit="sentence", disable=not show_progress) as progress:
-            for batch in plan:
-                for index, text in zip(batch, self._generate([sources[i] for i in batch]), strict=True):
-                    translations[wanted[index]] = text
-                progress.update(len(batch))
-        return translations
+        return self._by_shape(texts, lambda found: found[0].text, with_scores=False, **options)
 
-    def translate_lines(self, lines: Iterable[str], *, window: int = 4000) -> Iterator[str]:
-        """Translate any number of texts in constant memory.
+    @overload
+    def hypotheses(self, texts: str, **options: Any) -> list[Translation]: ...
+    @overload
+    def hypotheses(self, texts: Sequence[str], **options: Any) -> list[list[Translation]]: ...
+    @overload
+    def hypotheses(self, texts: Iterable[str], **options: Any) -> Iterator[list[Translation]]: ...
+    def hypotheses(self, texts, *, with_scores=True, **options):
+        """Translate, with scores and with as many translations of each text as `num_hypotheses` says.
 
         Args:
-            lines: Texts.
-            window: Number of texts that are sorted and batched together.
+            texts: As for `translate`.
+            with_scores: Whether greedy search computes scores; other searches have them in any case.
+            **options: `prefixes`, for each text what its translations begin with; `show_progress`, whether to draw a
+                progress bar.
 
-        Yields:
-            The translations, in the order of the texts.
+        Returns:
+            As `translate`, with the list of the translations of each text, the best first, in the place of a text.
+
+        Raises:
+            UserError: As `translate`, or a prefix is longer than a translation may be.
         """
-        lines = iter(lines)
-        while block := list(islice(lines, window)):
-            yield from self.translate(block)
+        return self._by_shape(texts, lambda found: found, with_scores=with_scores, **options)
 
-    @torch.inference_mode()
-    def _generate(self, sources: Sequence[np.ndarray]) -> list[str]:
-        input_ids, attention_mask = pad(sources, self.tokenizer.pad_token_id)
-        options = {"num_beams": self.num_beams, "length_penalty": self.length_penalty}
-        options = {name: value for name, value in options.items() if value is not None}
-        if options.get("num_beams") == 1:
-            # Options of beam search that the model's generation configuration holds do not apply to greedy search.
-            options.update(length_penalty=None, early_stopping=None)
-        max_new_tokens = input_ids.shape[1] + EXTRA_LENGTH
-        if self._max_positions is not None:
-            max_new_tokens = min(max_new_tokens, self._max_positions)
-        ids = self.model.generate(
-            input_ids=input_ids.to(self.model.device),
-            attention_mask=attention_mask.to(self.model.device),
-            max_new_tokens=max_new_tokens,
-            max_length=None,
-            **options,
+    def _by_shape(
+        self,
+        texts: str | Iterable[str],
+        result: Callable[[list[Translation]], Any],
+        *,
+        with_scores: bool,
+        prefixes: str | Iterable[str] | None = None,
+        show_progress: bool = False,
+    ):
+        if isinstance(texts, str):
+            prefixes = None if prefixes is None else [prefixes]
+            options = {"with_scores": with_scores, "prefixes": prefixes, "show_progress": show_progress}
+            return self._by_shape([texts], result, **options)[0]
+        bar = partial(tqdm, desc="Translating", unit="text", disable=not show_progress)
+        if isinstance(texts, Sequence):
+            prefixes = None if prefixes is None else list(prefixes)
+            with bar(total=len(texts)) as progress:
+                found = self.translate_window(
+                    list(texts), prefixes=prefixes, with_scores=with_scores, on_progress=progress.update
+                )
+            return [result(translations) for translations in found]
+        return self._lazily(iter(texts), None if prefixes is None else iter(prefixes), result, with_scores, bar)
+
+    def _lazily(
+        self,
+        texts: Iterator[str],
+        prefixes: Iterator[str] | None,
+        result: Callable[[list[Translation]], Any],
+        with_scores: bool,
+        bar: Callable[[], tqdm],
+    ) -> Iterator:
+        with bar() as progress:
+            for start in count(0, self.window):
+                block = list(islice(texts, self.window))
+                if not block:
+                    return
+                found = self.translate_window(
+                    block,
+                    prefixes=None if prefixes is None else list(islice(prefixes, len(block))),
+                    start=start,
+                    with_scores=with_scores,
+                    on_progress=progress.update,
+                )
+                yield from map(result, found)
+
+    def translate_window(
+        self,
+        texts: Sequence[str],
+        *,
+        prefixes: Sequence[str] | None = None,
+        start: int = 0,
+        with_scores: bool = True,
+        on_progress: Callable[[int], Any] = lambda number: None,
+    ) -> list[list[Translation]]:
+        """Translate texts that are sorted and batched together.
+
+        Args:
+            texts: Texts.
+            prefixes: For each text what its translations begin with.
+            start: Number of the first text, from 0, where the texts are part of more.
+            with_scores: Whether greedy search computes scores.
+            on_progress: Called with the number of texts that were translated since the last call.
+
+        Returns:
+            For each text its translations, the best first.
+
+        Raises:
+            UserError: As `hypotheses`.
+        """
+        if prefixes is not None and len(prefixes) != len(texts):
+            raise UserError(f"There are {len(texts):,} texts and {len(prefixes):,} prefixes; give each text one.")
+        parts = self._parts([text.strip() for text in texts], start)
+        owners = [index for index, own in enumerate(parts) for _ in own]
+        found: list[list[Hypothesis]] = [[] for _ in owners]
+        on_progress(sum(not own for own in parts))
+        if owners:
+            sources = [part for own in parts for part in own]
+            numbers = [number for own in parts for number in range(len(own))]
+            beginnings = None
+            if prefixes is not None:
+                # A text's prefix begins the translation of its first part.
+                ids = self.tokenizer(text_target=prefixes, add_special_tokens=False, verbose=False)["input_ids"]
+                beginnings = [ids[owner] if number == 0 else [] for owner, number in zip(owners, numbers, strict=True)]
+            places = [start + owner + (number << 48) for owner, number in zip(owners, numbers, strict=True)]
+            for batch in self._batches(sources):
+                results = self._backend.translate(
+                    [sources[i] for i in batch],
+                    prefixes=None if beginnings is None else [beginnings[i] for i in batch],
+                    places=[places[i] for i in batch],
+                    with_scores=with_scores,
+                )
+                for i, hypotheses in zip(batch, results, strict=True):
+                    if not hypotheses or (with_scores and not math.isfinite(hypotheses[0].log_prob)):
+                        raise UserError(
+                            f"The model finds no translation of text {start + owners[i] + 1:,}: its weights are not "
+                            "finite, or too many tokens are banned; repair one or the other."
+                        )
+                    found[i] = hypotheses
+                on_progress(sum(numbers[i] == 0 for i in batch))
+        decoded = iter(self._decode(found))
+        return [_join([next(decoded) for _ in own]) for own in parts]
+
+    def _parts(self, texts: list[str], start: int) -> list[list[np.ndarray]]:
+        """Ids of texts: none of an empty one, one row of most, several of one that is split."""
+        wanted = [index for index, text in enumerate(texts) if text]
+        parts: list[list[np.ndarray]] = [[] for _ in texts]
+        limit = _NO_LENGTH if self.max_source_tokens is None else self.max_source_tokens
+        for index, ids in zip(wanted, self._ids([texts[index] for index in wanted]), strict=True):
+            if len(ids) <= limit or (self.long_texts == "translate" and self._max_positions is None):
+                parts[index] = [ids]
+            elif self.long_texts == "split":
+                parts[index] = self._ids(split_to_fit(texts[index], lambda part: len(self._ids([part])[0]) <= limit))
+            else:
+                raise UserError(
+                    f"Text {start + index + 1:,} has {len(ids):,} tokens, and at most {limit:,} are translated; split "
+                    "the text, or have it split with --long_texts split."
+                )
+        return parts
+
+    def _ids(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        rows = self.tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        return [np.asarray(row) for row in rows]
+
+    def _batches(self, sources: list[np.ndarray]) -> Sequence[np.ndarray]:
+        """Numbers of the sources of each batch."""
+        lengths = np.fromiter((len(row) for row in sources), dtype=np.int64, count=len(sources))
+        budget = max(self.tokens_per_batch, int(lengths.max()))
+        # Longest first: if memory is short, it is at once.
+        return TokenBatches(lengths, lengths, tokens_per_batch=budget, shuffle=False).batches(0)[::-1]
+
+    def _decode(self, found: list[list[Hypothesis]]) -> list[list[Translation]]:
+        tokens = [hypothesis.tokens for hypotheses in found for hypothesis in hypotheses]
+        texts = iter(self.tokenizer.batch_decode(tokens, skip_special_tokens=True) if tokens else [])
+        return [
+            [
+                # A vocabulary of bytes can produce line ends, which would shift every line after them in a file.
+                Translation(
+                    re.sub(r"[\r\n]+", " ", next(texts)).strip(),
+                    hypothesis.log_prob,
+                    hypothesis.score,
+                    hypothesis.finished,
+                )
+                for hypothesis in hypotheses
+            ]
+            for hypotheses in found
+        ]
+
+
+def _join(parts: list[list[Translation]]) -> list[Translation]:
+    """The translations of a text out of those of its parts: the best of each, the second best of each, ..."""
+    if not parts:
+        return [Translation("", 0.0, 0.0, True)]
+    if len(parts) == 1:
+        return parts[0]
+    return [
+        Translation(
+            " ".join(part.text for part in ranked if part.text),
+            sum(part.log_prob for part in ranked),
+            sum(part.score for part in ranked),
+            all(part.finished for part in ranked),
         )
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        # A vocabulary of bytes can produce line ends, which would shift every line after them in a file.
-        return [re.sub(r"[\r\n]+", " ", text).strip() for text in texts]
+        for ranked in zip(*parts, strict=False)
+    ]
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {device} cannot be used ({reason}); choose another, such as cpu.") from error
+
+
+def _speaking(tokenizer: PreTrainedTokenizerBase, language: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer, or a copy that begins sources with a language's tag."""
+    known = getattr(tokenizer, "language_tags", {})
+    if language is None:
+        if known and tokenizer.tgt_lang is None:
+            raise UserError(
+                f"The model was trained for several target languages; name one of {', '.join(known)} with "
+                "--target_language."
+            )
+        return tokenizer
+    if language not in known:
+        listed = f"has tags for {', '.join(known)}" if known else "has no language tags"
+        raise UserError(f"--target_language is {language}, but the vocabulary {listed}; correct it or leave it out.")
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.tgt_lang = language
+    return tokenizer
 
 
 def _hub_answers(name: str) -> bool:

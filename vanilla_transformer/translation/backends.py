@@ -1,0 +1,237 @@
+"""Two ways from source ids to translations: our search, and `generate` for models of other classes.
+
+Shapes: S sentences, T source positions.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from vanilla_transformer.data.collation import pad
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+from .arguments import Quantization, SearchOptions
+from .hypotheses import Hypothesis
+from .plain_decoder import PlainDecoder
+from .search import IncrementalDecoder, SpecialTokens, search
+
+
+class Backend(Protocol):
+    """Translates batches of ids."""
+
+    def translate(
+        self,
+        sources: Sequence[np.ndarray],
+        *,
+        prefixes: Sequence[Sequence[int]] | None,
+        places: Sequence[int],
+        with_scores: bool,
+    ) -> list[list[Hypothesis]]:
+        """Translate a batch.
+
+        Args:
+            sources: Ids of each sentence.
+            prefixes: For each sentence the ids that its translations begin with; `None` for none.
+            places: As for `search`.
+            with_scores: Likewise.
+
+        Returns:
+            For each sentence its translations, the best first.
+        """
+        ...
+
+
+def make_backend(
+    model: PreTrainedModel, pad_token_id: int, options: SearchOptions, *, quantization: Quantization | None = None
+) -> Backend:
+    """Choose how a model translates.
+
+    Args:
+        model: A model that generates text.
+        pad_token_id: Id that fills sources.
+        options: The kind of search.
+        quantization: As for `make_decoder`.
+
+    Returns:
+        The backend.
+
+    Raises:
+        UserError: The model's class cannot do what the options ask for.
+    """
+    if isinstance(model, VanillaTransformerForConditionalGeneration):
+        return SearchBackend(model, pad_token_id, options, make_decoder(model, quantization=quantization))
+    if options.sample or options.banned_tokens or options.rules == "transformers" or quantization is not None:
+        raise UserError(
+            f"{type(model).__name__} translates with its own `generate`, which takes no --sample, --rules, "
+            "--quantization and banned tokens here; leave them out."
+        )
+    return GenerateBackend(model, pad_token_id, options)
+
+
+def make_decoder(
+    model: VanillaTransformerForConditionalGeneration, *, quantization: Quantization | None = None
+) -> IncrementalDecoder:
+    """Make what scores tokens for the search.
+
+    Args:
+        model: The model, in evaluation mode.
+        quantization: How weights are rounded; `None` for not at all.
+
+    Returns:
+        The decoder.
+
+    Raises:
+        UserError: There is no such quantization here.
+    """
+    if quantization is not None:
+        raise UserError(f"--quantization {quantization} is not available on this machine; leave it out.")
+    return PlainDecoder(model)
+
+
+def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:
+    """Fill in what was not asked for from the model's generation configuration, and the rest from the paper.
+
+    Args:
+        model: A model that generates text.
+        given: Fields of `SearchOptions`; `None` means not given.
+
+    Returns:
+        The options.
+
+    Raises:
+        UserError: A value is out of range, or values do not fit together.
+    """
+    config = model.generation_config
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("sample"):
+        given.setdefault("num_beams", 1)
+    defaults = {"num_beams": config.num_beams or 1}
+    if config.length_penalty is not None:
+        defaults["length_penalty"] = config.length_penalty
+    if isinstance(model, VanillaTransformerForConditionalGeneration):
+        single = [words[0] for words in config.bad_words_ids or () if len(words) == 1]
+        defaults["banned_tokens"] = (*(config.suppress_tokens or ()), *single)
+        if model.config.position_embedding_type == "learned":
+            bound = model.config.max_position_embeddings
+            given["max_length"] = min(bound, given.get("max_length", bound))
+    return SearchOptions(**{**defaults, **given})
+
+
+def special_tokens_of(config: GenerationConfig) -> SpecialTokens:
+    """Start and ends of a model's translations."""
+    ends = config.eos_token_id
+    return SpecialTokens(config.decoder_start_token_id, tuple(ends) if isinstance(ends, Sequence) else (ends,))
+
+
+class SearchBackend:
+    """Our search.
+
+    Args:
+        model: The model; only its device and its special tokens are taken from it.
+        pad_token_id: Id that fills sources.
+        options: The kind of search.
+        decoder: Scores tokens.
+    """
+
+    def __init__(
+        self,
+        model: VanillaTransformerForConditionalGeneration,
+        pad_token_id: int,
+        options: SearchOptions,
+        decoder: IncrementalDecoder,
+    ):
+        self._device = model.device
+        self._special_tokens = special_tokens_of(model.generation_config)
+        self._pad_token_id = pad_token_id
+        self._options = options
+        self._decoder = decoder
+
+    def translate(
+        self,
+        sources: Sequence[np.ndarray],
+        *,
+        prefixes: Sequence[Sequence[int]] | None,
+        places: Sequence[int],
+        with_scores: bool,
+    ) -> list[list[Hypothesis]]:
+        """As `Backend.translate`."""
+        input_ids, attention_mask = pad(sources, self._pad_token_id)
+        return search(
+            self._decoder,
+            input_ids.to(self._device),
+            attention_mask.to(self._device),
+            self._special_tokens,
+            self._options,
+            prefixes=prefixes,
+            places=places,
+            with_scores=with_scores,
+        )
+
+
+class GenerateBackend:
+    """`generate` of a model of another class, with transformers' penalty and stop rule.
+
+    Args:
+        model: The model.
+        pad_token_id: Id that fills sources.
+        options: The kind of search; the caps are those of the longest source of a batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, pad_token_id: int, options: SearchOptions):
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._options = options
+
+    @torch.inference_mode()
+    def translate(
+        self,
+        sources: Sequence[np.ndarray],
+        *,
+        prefixes: Sequence[Sequence[int]] | None,
+        places: Sequence[int],
+        with_scores: bool,
+    ) -> list[list[Hypothesis]]:
+        """As `Backend.translate`; there are no prefixes."""
+        if prefixes is not None and any(prefixes):
+            raise UserError(f"{type(self._model).__name__} takes no forced prefix here; leave prefixes out.")
+        options = self._options
+        input_ids, attention_mask = pad(sources, self._pad_token_id)
+        max_new_tokens = min(input_ids.shape[1] + options.extra_length, options.max_length or 1 << 31)
+        # Options of beam search that the generation configuration holds do not apply to greedy search.
+        rules = {"length_penalty": options.length_penalty} if options.num_beams > 1 else {"length_penalty": None}
+        if options.num_beams == 1:
+            rules["early_stopping"] = None
+        if options.min_length:
+            rules["min_new_tokens"] = options.min_length
+        output = self._model.generate(
+            input_ids=input_ids.to(self._model.device),
+            attention_mask=attention_mask.to(self._model.device),
+            max_new_tokens=max_new_tokens,
+            max_length=None,
+            num_beams=options.num_beams,
+            num_return_sequences=options.num_hypotheses,
+            return_dict_in_generate=True,
+            output_scores=with_scores,
+            **rules,
+        )
+        log_probs = np.full(len(output.sequences), np.nan)
+        if with_scores:
+            transitions = self._model.compute_transition_scores(
+                output.sequences,
+                output.scores,
+                getattr(output, "beam_indices", None),
+                normalize_logits=options.num_beams == 1,
+            )
+            log_probs = transitions.nan_to_num(neginf=0.0).sum(dim=1).cpu().numpy()
+        ends = {*special_tokens_of(self._model.generation_config).ends}
+        found = []
+        for row, log_prob in zip(output.sequences[:, 1:].tolist(), log_probs.tolist(), strict=True):
+            length = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+            score = log_prob / length**options.length_penalty
+            found.append(Hypothesis(tuple(row[:length]), log_prob, score, row[length - 1] in ends))
+        size = options.num_hypotheses
+        return [found[start : start + size] for start in range(0, len(found), size)]

@@ -1,0 +1,235 @@
+"""Translates files of any length, and goes on where a process was stopped.
+
+While a file is translated, `OUTPUT.partial` holds the lines that are done and `OUTPUT.partial.json` what they were
+made with. The output itself appears when it is complete.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from tqdm import tqdm
+
+from vanilla_transformer.errors import UserError
+
+from .layouts import Layout
+
+
+if TYPE_CHECKING:
+    from .translator import Translator
+
+# Files of a model's folder that decide its translations.
+_MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.spm", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file to translate, read once to its end.
+
+    Args:
+        path: The file.
+        num_lines: Number of its lines.
+        digest: SHA-256 of its content.
+    """
+
+    path: Path
+    num_lines: int
+    digest: str
+
+    @classmethod
+    def check(cls, path: Path, layout: Layout) -> "InputFile":
+        """Read a file, before there is work to lose.
+
+        Args:
+            path: The file.
+            layout: What its lines look like.
+
+        Returns:
+            The file.
+
+        Raises:
+            UserError: It is missing, empty or not UTF-8, or a line has not the layout.
+        """
+        digest, num_lines = hashlib.sha256(), 0
+        try:
+            with path.open("rb") as file:
+                for line in _tell_bad_bytes(file, path, digest):
+                    num_lines += 1
+                    layout.text_of(line, f"{path}, line {num_lines:,}")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); check the path.") from error
+        if num_lines == 0:
+            raise UserError(f"{path} is empty; give at least one line.")
+        return cls(path, num_lines, digest.hexdigest())
+
+    def lines(self) -> Iterator[str]:
+        """The lines without their ends."""
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file):
+                yield line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
+
+
+def _tell_bad_bytes(file: BinaryIO, path: Path, digest) -> Iterator[str]:
+    start = 0
+    # Only "\n" ends a line; `splitlines` would also split at U+2028.
+    for line in file:
+        digest.update(line)
+        try:
+            yield line.decode("utf-8-sig" if start == 0 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 (byte {start + error.start + 1}); convert it.") from error
+        start += len(line)
+
+
+def translate_file(
+    translator: "Translator",
+    source: InputFile,
+    target: Path,
+    layout: Layout,
+    *,
+    model: str | Path,
+    resume: bool = False,
+    show_progress: bool = False,
+) -> None:
+    """Translate a file into a file, in constant memory.
+
+    Args:
+        translator: Model, tokenizer and search.
+        source: The file of texts.
+        target: The file of translations, which appears, or is replaced, when they are complete.
+        layout: What lines look like.
+        model: Folder or name of the translator's model.
+        resume: Whether to go on with what an interrupted call with the same input, model and options left, if it left
+            anything.
+        show_progress: Whether to draw a progress bar.
+
+    Raises:
+        UserError: Something else was left than what is resumed, or something was left and is not resumed.
+    """
+    # A link stays, and the file that it names is replaced.
+    target = target.resolve()
+    partial, record = partial_files(target)
+    check_partial(target, resume=resume)
+    made_with = {
+        "input": source.digest,
+        "model": _identity_of_model(translator, model),
+        "layout": asdict(layout),
+        "search": asdict(translator.options),
+        "long_texts": [translator.long_texts, translator.max_source_tokens],
+        "target_language": getattr(translator.tokenizer, "tgt_lang", None),
+        "dtype": str(translator.model.dtype),
+        "quantization": translator.quantization,
+    }
+    made_with = json.loads(json.dumps(made_with))
+    if _holds_lines(partial):
+        _compare(partial, record, made_with)
+    else:
+        record.write_text(json.dumps(made_with, indent=2), encoding="utf-8")
+    with partial.open("a+b") as output, _alone(output, partial):
+        done = _complete_lines(output)
+        lines = islice(source.lines(), done, None)
+        with tqdm(
+            total=source.num_lines, initial=done, desc="Translating", unit="line", disable=not show_progress
+        ) as progress:
+            while block := list(islice(lines, translator.window)):
+                texts = [layout.text_of(line, "") for line in block]
+                found = translator.translate_window(
+                    texts, start=done, with_scores=layout.alternatives, on_progress=progress.update
+                )
+                for line, translations in zip(block, found, strict=True):
+                    output.write(f"{layout.line_of(line, translations)}\n".encode())
+                done += len(block)
+                output.flush()
+                os.fsync(output.fileno())
+        partial.replace(target)
+        record.unlink()
+
+
+def partial_files(target: Path) -> tuple[Path, Path]:
+    """Where the lines of an unfinished output are, and what they were made with."""
+    target = target.resolve()
+    return target.with_name(f"{target.name}.partial"), target.with_name(f"{target.name}.partial.json")
+
+
+def check_partial(target: Path, *, resume: bool) -> None:
+    """Refuse to lose what an interrupted call left.
+
+    Args:
+        target: The file of translations.
+        resume: Whether to go on with it.
+
+    Raises:
+        UserError: There is an unfinished output, and it is not resumed.
+    """
+    partial, _ = partial_files(target)
+    if _holds_lines(partial) and not resume:
+        raise UserError(
+            f"{partial} holds what an interrupted translation left; continue it with --resume, or delete it."
+        )
+
+
+def _holds_lines(partial: Path) -> bool:
+    return partial.exists() and partial.stat().st_size > 0
+
+
+def _compare(partial: Path, record: Path, made_with: dict) -> None:
+    try:
+        before = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{record} cannot be read, so that {partial} cannot be continued; delete {partial}."
+        ) from error
+    different = [name for name, value in made_with.items() if before.get(name) != value]
+    if different:
+        raise UserError(
+            f"{partial} cannot be continued, because these have changed: {', '.join(different)}; set them back, or "
+            "delete it."
+        )
+
+
+def _complete_lines(output: BinaryIO) -> int:
+    """The number of complete lines of a file, which is cut off behind them."""
+    output.seek(0)
+    number = end = 0
+    for line in output:
+        if line.endswith(b"\n"):
+            number += 1
+            end += len(line)
+    output.truncate(end)
+    output.seek(end)
+    return number
+
+
+@contextmanager
+def _alone(output: BinaryIO, path: Path) -> Iterator[None]:
+    """Keep other processes from the file, where the system has such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    try:
+        fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UserError(f"{path} is being written by another process; wait for it, or choose another file.") from error
+    yield
+
+
+def _identity_of_model(translator: "Translator", model: str | Path) -> str:
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"{model}@{getattr(translator.model.config, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)}):
+        # A run's folder also holds records that do not matter here.
+        if path.is_file() and path.name != "run.json":
+            digest.update(f"{path.name} {path.stat().st_size} ".encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
