@@ -2,9 +2,11 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,133 @@ def test_a_damaged_model(refused, run_folder, tmp_path, name, damage):
 @pytest.mark.parametrize("flag", ["--num_beams", "--tokens_per_batch"])
 def test_search_options_out_of_range(refused, run_folder, flag):
     assert f"{flag} is 0; it must be at least 1" in refused("translate", "--model", run_folder, flag, "0", "Hello")
+
+
+# Layouts, scores, samples
+
+
+def test_tab_separated_and_json_lines(call, run_folder, corpus, tmp_path, write):
+    lines = corpus[0].read_text(encoding="utf-8").splitlines()[:4]
+    model = ["translate", "--model", run_folder, "--num_beams", "2"]
+    status, plain, _ = call(*model, "--", *lines)
+    assert status == 0
+    translations = plain.splitlines()
+    table = write(tmp_path / "in.tsv", *(f"{number}\t{line}" for number, line in enumerate(lines)))
+    assert call(*model, "--input", table, "--column", "2", "--output", tmp_path / "out.tsv")[0] == 0
+    expected = [
+        f"{number}\t{line}\t{found}" for number, (line, found) in enumerate(zip(lines, translations, strict=True))
+    ]
+    assert (tmp_path / "out.tsv").read_text(encoding="utf-8").splitlines() == expected
+    assert call(*model, "--input", table, "--column", "2", "--output_format", "text")[1] == plain
+    records = write(tmp_path / "in.jsonl", *(json.dumps({"text": line, "id": 1}) for line in lines))
+    status, out, _ = call(*model, "--input", records, "--key", "text")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert found == [
+        {"text": line, "id": 1, "translation": translation}
+        for line, translation in zip(lines, translations, strict=True)
+    ]
+
+
+def test_several_translations_and_scores(call, run_folder, tmp_path):
+    model = ["translate", "--model", run_folder, "--num_beams", "3", "--num_hypotheses", "3", "--extra_length", "5"]
+    status, out, _ = call(*model, "Hello.", "Yes.")
+    assert status == 0
+    for line in out.splitlines():
+        columns = line.split("\t")
+        assert len(columns) == 6
+        scores = [float(score) for score in columns[1::2]]
+        assert scores == sorted(scores, reverse=True)
+    status, out, _ = call(*model, "Hello.", "--output_format", "jsonl")
+    (record,) = map(json.loads, out.splitlines())
+    assert record["source"] == "Hello."
+    assert len(record["translations"]) == 3
+    status, single, _ = call("translate", "--model", run_folder, "--num_beams", "3", "--scores", "Hello.")
+    assert len(single.split("\t")) == 2
+
+
+def test_samples_depend_on_the_seed(call, run_folder):
+    model = ["translate", "--model", run_folder, "--sample", "--extra_length", "5"]
+    first = call(*model, "Hello.", "Hello.")
+    assert first[0] == 0
+    assert first[1] == call(*model, "Hello.", "Hello.", "--seed", "0")[1]
+    assert first[1] != call(*model, "Hello.", "Hello.", "--seed", "1")[1]
+    assert len({*first[1].splitlines()}) == 2
+
+
+def test_lines_of_standard_input_that_are_not_json(refused, run_folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"source": "a"}\nb\n')))
+    line = refused("translate", "--model", run_folder, "--format", "jsonl")
+    assert "Standard input, line 2, is not JSON" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_hypotheses", "3", "--num_beams", "2"], "--num_hypotheses is 3; it must be at most --num_beams, 2."),
+        (["--top_k", "3"], "--top_k was given without --sample"),
+        (["--sample", "--temperature", "0"], "--temperature is 0.0; it must be above 0."),
+        (["--column", "0"], "--column is 0; it must be at least 1."),
+        (["--format", "tsv"], "--format was given with texts"),
+        (["--resume"], "--resume needs --input and an --output that is a file"),
+        (["--target_language", "de"], "--target_language is de, but the vocabulary has no language tags"),
+        (["--device", "nosuch"], "--device nosuch cannot be used ("),
+        (["--long_texts", "refuse", "--max_source_tokens", "3"], "Text 1 has 6 tokens, and at most 3 are translated"),
+    ],
+)
+def test_options_that_do_not_fit(refused, run_folder, flags, message):
+    assert message in refused("translate", "--model", run_folder, "--num_beams", "1", "Hello", *flags)
+
+
+# Prompt
+
+
+def test_what_is_typed_is_answered_at_once(run_folder, monkeypatch, call):
+    class Terminal(io.BytesIO):
+        """Standard input that notes what had been answered when each line was read."""
+
+        def __init__(self, content):
+            super().__init__(content)
+            self.seen = []
+
+        def __next__(self):
+            self.seen.append(len(answers))
+            return super().__next__()
+
+    answers = []
+    terminal = Terminal(b"Yes.\nNo.\n")
+    stdin = io.TextIOWrapper(terminal)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.print", lambda *args, file=None, **_: answers.append(args) if file is None else None)
+    assert call("translate", "--model", run_folder, "--extra_length", "3")[0] == 0
+    assert terminal.seen == [0, 1, 2]
+    assert len(answers) == 2
+
+
+# Interruptions
+
+
+def test_an_interrupted_file_is_resumed(call, refused, run_folder, tmp_path, write, start):
+    lines = [f"Number {number}." for number in range(9000)]
+    source = write(tmp_path / "source.en", *lines)
+    arguments = ["translate", "--model", run_folder, "--num_beams", "1", "--extra_length", "4", "--input", source]
+    assert call(*arguments, "--output", tmp_path / "whole")[0] == 0
+    target = tmp_path / "target"
+    arguments += ["--output", target]
+    partial = tmp_path / "target.partial"
+    process = start(arguments)
+    try:
+        deadline = time.monotonic() + 120
+        while not (partial.exists() and partial.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert partial.stat().st_size > 0
+    assert not target.exists()
+    assert "continue it with --resume" in refused(*arguments)
+    assert call(*arguments, "--resume")[0] == 0
+    assert target.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source.en", "target", "whole"]

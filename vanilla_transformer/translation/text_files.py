@@ -182,9 +182,7 @@ def _compare(partial: Path, record: Path, made_with: dict) -> None:
     try:
         before = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{record} cannot be read, so that {partial} cannot be continued; delete {partial}."
-        ) from error
+        raise UserError(f"{partial} cannot be continued, because {record} cannot be read; delete it.") from error
     different = [name for name, value in made_with.items() if before.get(name) != value]
     if different:
         raise UserError(

@@ -1,0 +1,210 @@
+import json
+import multiprocessing
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from vanilla_transformer import Translator
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.translation.layouts import Layout
+from vanilla_transformer.translation.text_files import InputFile, check_partial, partial_files, translate_file
+
+
+class Interruption(Exception):
+    pass
+
+
+@pytest.fixture
+def texts(sentences):
+    return [*sentences[:9], "", "  ", *sentences[9:20]]
+
+
+@pytest.fixture
+def source(tmp_path, texts):
+    path = tmp_path / "source"
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def make_translator(model, tokenizer, monkeypatch):
+    """A translator that is interrupted after a number of texts."""
+
+    def make_translator(after: int | None = None, **options) -> Translator:
+        translator = Translator(model, tokenizer, **{"num_beams": 1, "window": 3, **options})
+        translate, begun = translator.translate_window, []
+
+        def interrupted(texts, **more):
+            begun.extend(texts)
+            if after is not None and len(begun) > after:
+                raise Interruption
+            return translate(texts, **more)
+
+        monkeypatch.setattr(translator, "translate_window", interrupted)
+        return translator
+
+    return make_translator
+
+
+def run(translator, source, target, *, layout=None, resume=False):
+    layout = layout or Layout()
+    translate_file(translator, InputFile.check(source, layout), target, layout, model="user/name", resume=resume)
+
+
+def test_an_interrupted_file_goes_on_without_losing_or_doubling_a_line(tmp_path, source, texts, make_translator):
+    run(make_translator(), source, tmp_path / "whole")
+    expected = (tmp_path / "whole").read_bytes()
+    assert expected.decode().split("\n")[:-1] == make_translator().translate(texts)
+    target = tmp_path / "target"
+    partial, record = partial_files(target)
+    chance = random.Random(4)
+    for after, window in ((7, 3), (1, 1), (5, 2)):
+        with pytest.raises(Interruption):
+            run(make_translator(after, window=window), source, target, resume=True)
+        assert not target.exists()
+        assert expected.startswith(partial.read_bytes())
+        # A process that is killed may leave a part of a line.
+        with partial.open("ab") as file:
+            file.write("Zé".encode()[: chance.randint(0, 2)])
+    assert partial.read_bytes().count(b"\n") == 6 + 1 + 4
+    run(make_translator(), source, target, resume=True)
+    assert target.read_bytes() == expected
+    assert not partial.exists() and not record.exists()
+    # There is nothing left to go on with.
+    run(make_translator(), source, target, resume=True)
+    assert target.read_bytes() == expected
+
+
+def test_samples_go_on_as_if_never_interrupted(tmp_path, source, make_translator):
+    options = {"num_beams": None, "sample": True, "temperature": 2.0}
+    run(make_translator(**options), source, tmp_path / "whole")
+    with pytest.raises(Interruption):
+        run(make_translator(7, **options), source, tmp_path / "target")
+    run(make_translator(window=4, **options), source, tmp_path / "target", resume=True)
+    assert (tmp_path / "target").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_what_was_left_is_neither_lost_nor_mixed(tmp_path, source, make_translator):
+    target = tmp_path / "target"
+    target.write_text("before\n")
+    partial, record = partial_files(target)
+    with pytest.raises(Interruption):
+        run(make_translator(7), source, target)
+    left = partial.read_bytes()
+    with pytest.raises(UserError, match=r"target.partial holds what an interrupted translation left; continue"):
+        run(make_translator(), source, target)
+    for options, name in (
+        ({"num_beams": 2}, "search"),
+        ({"max_source_tokens": 99}, "long_texts"),
+    ):
+        with pytest.raises(UserError, match=f"cannot be continued, because these have changed: {name};"):
+            run(make_translator(**options), source, target, resume=True)
+    with pytest.raises(UserError, match="these have changed: layout;"):
+        run(make_translator(), source, target, resume=True, layout=Layout(alternatives=True))
+    source.write_text(source.read_text() + "One more.\n")
+    with pytest.raises(UserError, match="these have changed: input;"):
+        run(make_translator(), source, target, resume=True)
+    record.unlink()
+    with pytest.raises(UserError, match=r"target.partial cannot be continued, because .* cannot be read; delete it"):
+        run(make_translator(), source, target, resume=True)
+    assert partial.read_bytes() == left
+    assert target.read_text() == "before\n"
+
+
+def test_an_interruption_before_the_first_line_leaves_nothing_in_the_way(tmp_path, source, make_translator):
+    with pytest.raises(Interruption):
+        run(make_translator(0), source, tmp_path / "target")
+    check_partial(tmp_path / "target", resume=False)
+    # Even with other options.
+    run(make_translator(num_beams=2), source, tmp_path / "target")
+    assert (tmp_path / "target").exists()
+
+
+def test_a_changed_model_is_noticed(tmp_path, source, make_translator):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    checked = InputFile.check(source, Layout())
+    with pytest.raises(Interruption):
+        translate_file(make_translator(7), checked, tmp_path / "target", Layout(), model=folder)
+    (folder / "model.safetensors").write_bytes(b"Weights")
+    with pytest.raises(UserError, match="these have changed: model;"):
+        translate_file(make_translator(), checked, tmp_path / "target", Layout(), model=folder, resume=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    translate_file(make_translator(), checked, tmp_path / "target", Layout(), model=folder, resume=True)
+
+
+def hold(path, ready, done):
+    import fcntl
+
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ready.set()
+        done.wait(60)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such locks")
+def test_two_processes_do_not_write_one_file(tmp_path, source, make_translator):
+    target = tmp_path / "target"
+    with pytest.raises(Interruption):
+        run(make_translator(7), source, target)
+    partial, _ = partial_files(target)
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(partial, ready, done))
+    process.start()
+    try:
+        assert ready.wait(60)
+        before = partial.read_bytes()
+        with pytest.raises(UserError, match="is being written by another process"):
+            run(make_translator(), source, target, resume=True)
+        assert partial.read_bytes() == before
+    finally:
+        done.set()
+        process.join()
+    run(make_translator(), source, target, resume=True)
+
+
+def test_one_line_of_output_for_each_line_of_input_in_every_layout(tmp_path, sentences, make_translator):
+    records = [{"id": number, "source": text} for number, text in enumerate([*sentences[:5], "", "a\nb"])]
+    source = tmp_path / "source.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    layout = Layout(source="jsonl", target="jsonl", alternatives=True)
+    options = {"num_beams": 3, "num_hypotheses": 2}
+    run(make_translator(**options), source, tmp_path / "target", layout=layout)
+    found = [json.loads(line) for line in (tmp_path / "target").read_text(encoding="utf-8").splitlines()]
+    assert [{name: record[name] for name in ("id", "source")} for record in found] == records
+    expected = make_translator(**options).hypotheses([record["source"].replace("\n", " ") for record in records])
+    for record, translations in zip(found, expected, strict=True):
+        assert [entry["text"] for entry in record["translations"]] == [entry.text for entry in translations]
+        scores = [entry["score"] for entry in record["translations"]]
+        assert scores == pytest.approx([entry.score for entry in translations], abs=1e-9)
+    plain = tmp_path / "plain"
+    run(make_translator(**options), source, plain, layout=replace(layout, target="text", alternatives=False))
+    assert plain.read_text(encoding="utf-8").split("\n")[:-1] == [found[0].text for found in expected]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; give at least one line."),
+        (b"\xef\xbb\xbfa\nb\xdf\n", "is not UTF-8 (byte 7); convert it."),
+        (b"ok\tx\na\n", "source, line 2, has 1 columns, and --column is 2;"),
+    ],
+)
+def test_an_input_is_checked_to_its_end(tmp_path, content, message):
+    (tmp_path / "source").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        InputFile.check(tmp_path / "source", Layout(source="tsv" if b"\t" in content else "text", column=2))
+    assert message in str(error.value)
+    with pytest.raises(UserError, match=r"nosuch cannot be read \(No such file or directory\)"):
+        InputFile.check(tmp_path / "nosuch", Layout())
+
+
+def test_only_line_feeds_end_lines(tmp_path):
+    (tmp_path / "source").write_bytes("\ufeffa\u2028b\r\n\n\x0bc\x85".encode())
+    checked = InputFile.check(tmp_path / "source", Layout())
+    assert list(checked.lines()) == ["a\u2028b", "", "\x0bc\x85"]
+    assert checked.num_lines == 3
