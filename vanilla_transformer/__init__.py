@@ -16,6 +16,7 @@ _HOMES = {
     "VanillaTransformerForConditionalGeneration": "modeling_vanilla_transformer",
     "VanillaTransformerModel": "modeling_vanilla_transformer",
     "VanillaTransformerTokenizer": "tokenization_vanilla_transformer",
+    "paper_beam_search": "translation.generation",
 }
 
 __all__ = [*_HOMES]

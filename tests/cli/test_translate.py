@@ -234,7 +234,7 @@ def test_lines_of_standard_input_that_are_not_json(refused, run_folder, monkeypa
         (["--resume"], "--resume needs --input and an --output that is a file"),
         (["--target_language", "de"], "--target_language is de, but the vocabulary has no language tags"),
         (["--device", "nosuch"], "--device nosuch cannot be used ("),
-        (["--long_texts", "refuse", "--max_source_tokens", "3"], "Text 1 has 6 tokens, and at most 3 are translated"),
+        (["--long_texts", "refuse", "--max_source_tokens", "3"], "Text 1 has 5 tokens, and at most 3 are translated"),
     ],
 )
 def test_options_that_do_not_fit(refused, run_folder, flags, message):
@@ -273,7 +273,7 @@ def test_what_is_typed_is_answered_at_once(run_folder, monkeypatch, call):
 def test_an_interrupted_file_is_resumed(call, refused, run_folder, tmp_path, write, start):
     lines = [f"Number {number}." for number in range(9000)]
     source = write(tmp_path / "source.en", *lines)
-    arguments = ["translate", "--model", run_folder, "--num_beams", "1", "--extra_length", "4", "--input", source]
+    arguments = ["translate", "--model", run_folder, "--num_beams", "1", "--extra_length", "1", "--input", source]
     assert call(*arguments, "--output", tmp_path / "whole")[0] == 0
     target = tmp_path / "target"
     arguments += ["--output", target]

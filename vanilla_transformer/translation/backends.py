@@ -113,12 +113,17 @@ def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:
     if config.length_penalty is not None:
         defaults["length_penalty"] = config.length_penalty
     if isinstance(model, VanillaTransformerForConditionalGeneration):
-        single = [words[0] for words in config.bad_words_ids or () if len(words) == 1]
-        defaults["banned_tokens"] = (*(config.suppress_tokens or ()), *single)
+        defaults["banned_tokens"] = banned_tokens_of(config)
         if model.config.position_embedding_type == "learned":
             bound = model.config.max_position_embeddings
             given["max_length"] = min(bound, given.get("max_length", bound))
     return SearchOptions(**{**defaults, **given})
+
+
+def banned_tokens_of(config: GenerationConfig) -> tuple[int, ...]:
+    """Tokens that a generation configuration bans; of its bad words those of one token."""
+    single = [words[0] for words in config.bad_words_ids or () if len(words) == 1]
+    return (*(config.suppress_tokens or ()), *single)
 
 
 def special_tokens_of(config: GenerationConfig) -> SpecialTokens:

@@ -47,11 +47,11 @@ class Tree:
         self._tokens = np.zeros((num_sentences, length, width), dtype=np.int32)
         self._parents = np.zeros_like(self._tokens)
 
-    def grow(self, sentences: np.ndarray, position: int, tokens: np.ndarray, parents: np.ndarray | None) -> None:
-        """Append tokens [S, B] to the hypotheses numbered by parents [S, B]; `None`: each to its own."""
+    def grow(self, sentences: np.ndarray, position: int, tokens: np.ndarray, parents: np.ndarray) -> None:
+        """Append tokens [S, B] to the hypotheses numbered by parents [S, B]."""
         width = tokens.shape[1]
         self._tokens[sentences, position, :width] = tokens
-        self._parents[sentences, position, :width] = np.arange(width) if parents is None else parents
+        self._parents[sentences, position, :width] = parents
 
     def path(self, sentence: int, length: int, row: int) -> list[int]:
         """The first tokens of the hypothesis that has a row after so many positions."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .arguments import SearchOptions
-from .hypotheses import Choice, Hypothesis, Tree
+from .hypotheses import Choice, Hypothesis
 from .vocabulary import Vocabulary, best_tokens, log_probs_of
 
 
@@ -32,7 +32,7 @@ class Paths:
         self._with_scores = with_scores
         self._sentences = np.arange(len(caps))
         shape = (len(caps), options.num_hypotheses)
-        self._tree = Tree(len(caps), int(caps.max()), options.num_hypotheses)
+        self._tokens = np.zeros((*shape, int(caps.max())), dtype=np.int32)
         self._log_probs = np.full(shape, 0.0 if with_scores or options.sample else np.nan)
         self._lengths = np.zeros(shape, dtype=np.int64)
         self._finished = np.zeros(shape, dtype=bool)
@@ -71,7 +71,7 @@ class Paths:
                 rows_of_wanted = (wanted.ravel() >= 0).nonzero()[0]
                 log_probs[wanted >= 0] = log_probs_of(logits, rows_of_wanted, wanted.ravel()[rows_of_wanted])
         open_before = ~self._finished[self._sentences]
-        self._tree.grow(self._sentences, self._position, tokens, None)
+        self._tokens[self._sentences, :, self._position] = tokens
         self._position += 1
         if log_probs is not None:
             self._log_probs[self._sentences] += np.where(open_before, log_probs, 0.0)
@@ -90,18 +90,15 @@ class Paths:
     def results(self) -> list[list[Hypothesis]]:
         """The hypotheses of every sentence, the best first."""
         scores = self._log_probs / self._options.penalty(self._lengths)
-        return [
-            [
-                Hypothesis(
-                    tuple(self._tree.path(number, int(self._lengths[number, row]), row)),
-                    float(self._log_probs[number, row]),
-                    float(scores[number, row]),
-                    bool(self._finished[number, row]),
-                )
-                for row in (-scores[number]).argsort(kind="stable")
+        parts = (self._tokens, self._lengths, self._log_probs, scores, self._finished)
+        found = []
+        for tokens, *rest in zip(*(part.tolist() for part in parts), strict=True):
+            hypotheses = [
+                Hypothesis(tuple(own[:length]), log_prob, score, finished)
+                for own, length, log_prob, score, finished in zip(tokens, *rest, strict=True)
             ]
-            for number in range(len(self._caps))
-        ]
+            found.append(sorted(hypotheses, key=lambda hypothesis: -hypothesis.score))
+        return found
 
 
 def draw(logits: torch.Tensor, chances: torch.Tensor, options: SearchOptions) -> tuple[torch.Tensor, torch.Tensor]:
