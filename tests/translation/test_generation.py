@@ -8,7 +8,6 @@ from transformers import (
     MarianMTModel,
     MaxTimeCriteria,
     StoppingCriteriaList,
-    TextStreamer,
 )
 
 from vanilla_transformer import Translator, paper_beam_search
@@ -16,6 +15,10 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.translation.arguments import SearchOptions
 from vanilla_transformer.translation.plain_decoder import PlainDecoder
 from vanilla_transformer.translation.search import SpecialTokens, search
+
+
+# What a generation configuration says of beam search does not apply to other searches.
+GREEDY = {"length_penalty": None, "early_stopping": None}
 
 
 @pytest.fixture
@@ -144,13 +147,6 @@ def test_the_translator_gives_the_same(model, tokenizer, sentences):
 def test_what_the_search_does_not_do_is_refused(model, batch, options, name):
     with pytest.raises(UserError, match=f"^paper_beam_search does not do what was asked for: {name}; leave it out"):
         model.generate(**batch, custom_generate=paper_beam_search, **options)
-
-
-def test_streams_are_refused(model, batch, tokenizer):
-    options = {"num_beams": 1, "length_penalty": None, "early_stopping": None, "streamer": TextStreamer(tokenizer)}
-    one = {name: rows[:1] for name, rows in batch.items()}
-    with pytest.raises(UserError, match=r"asked for: streamer;"):
-        model.generate(**one, custom_generate=paper_beam_search, **options)
 
 
 def test_models_of_other_classes_are_refused(batch):

@@ -41,7 +41,6 @@ def paper_beam_search(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    synced_gpus: bool = False,
     alpha: float | None = None,
     extra_length: int = 50,
     **model_kwargs,
@@ -55,11 +54,11 @@ def paper_beam_search(
 
     Args:
         model: The model that `generate` was called on.
-        input_ids: Decoder inputs, repeated for each beam; `generate` passes this and what follows up to `synced_gpus`.
+        input_ids: Decoder inputs, repeated for each beam; `generate` passes this and what follows, but for `alpha` and
+            `extra_length`.
         logits_processor: What `generate` makes of its options.
         stopping_criteria: Likewise.
         generation_config: Likewise.
-        synced_gpus: Likewise; not possible here.
         alpha: Power of the length penalty ((5 + length) / 6)^alpha; `None` takes `length_penalty` of the call or the
             generation configuration, and 0.6 where that is transformers' default of 1.0.
         extra_length: Largest number of tokens beyond those of the source.
@@ -75,10 +74,10 @@ def paper_beam_search(
         >>> from vanilla_transformer import paper_beam_search
         >>> ids = model.generate(**batch, custom_generate=paper_beam_search)  # doctest: +SKIP
     """
-    _check(model, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    _check(model, logits_processor, stopping_criteria, generation_config)
     if alpha is None:
         given = generation_config.length_penalty
-        alpha = SearchOptions().length_penalty if given == _DEFAULT_LENGTH_PENALTY else given
+        alpha = SearchOptions().length_penalty if given in (None, _DEFAULT_LENGTH_PENALTY) else given
     options = SearchOptions(
         num_beams=generation_config.num_beams,
         num_hypotheses=generation_config.num_return_sequences,
@@ -120,8 +119,6 @@ def _check(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    synced_gpus: bool,
-    model_kwargs: dict,
 ) -> None:
     if not isinstance(model, VanillaTransformerForConditionalGeneration):
         raise UserError(
@@ -129,8 +126,6 @@ def _check(
         )
     asked = {
         "do_sample": generation_config.do_sample,
-        "streamer": model_kwargs.get("streamer") is not None,
-        "synced_gpus": synced_gpus,
         "output_logits": generation_config.output_logits,
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
