@@ -7,7 +7,9 @@ import pytest
 MODULES = (
     "configuration_vanilla_transformer",
     "tokenization_vanilla_transformer",
+    "pipeline_vanilla_transformer",
     "evaluation",
+    "translation.generation",
     "translation.translator",
 )
 
