@@ -171,7 +171,7 @@ class TrainingOptions:
     num_beams: int = option(4, "Beam size written into the result's generation configuration.")
     length_penalty: float = option(
         0.6,
-        "Length penalty written there: power of (5 + length) / 6 in translation, of the length in plain `generate`.",
+        "Length penalty written there: power of (5 + length) / 6 in translation, of length in plain `generate`.",
     )
     trackers: tuple[str, ...] | None = option(
         None,
