@@ -294,3 +294,28 @@ def test_an_interrupted_file_is_resumed(call, refused, run_folder, tmp_path, wri
     assert call(*arguments, "--resume")[0] == 0
     assert target.read_bytes() == (tmp_path / "whole").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source.en", "target", "whole"]
+
+
+def test_ctrl_c_tells_how_to_go_on(call, run_folder, tmp_path, write, monkeypatch):
+    from vanilla_transformer import Translator
+
+    source = write(tmp_path / "source.en", *["Yes."] * 6)
+    arguments = ["translate", "--model", run_folder, "--extra_length", "1", "--input", source]
+    assert call(*arguments, "--output", tmp_path / "whole")[0] == 0
+    whole = Translator.translate_window
+
+    def interrupted(self, texts, *, start, **options):
+        if start > 0:
+            raise KeyboardInterrupt
+        return whole(self, texts, start=start, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Translator, "translate_window", interrupted)
+        # Windows of two lines.
+        patch.setattr(Translator, "window", property(lambda _: 2, lambda *_: None), raising=False)
+        status, _, err = call(*arguments, "--output", tmp_path / "target")
+    assert status == 130
+    assert f"{tmp_path / 'target.partial'} keeps what is done; --resume goes on with it." in err
+    assert len((tmp_path / "target.partial").read_text(encoding="utf-8").splitlines()) == 2
+    assert call(*arguments, "--output", tmp_path / "target", "--resume")[0] == 0
+    assert (tmp_path / "target").read_bytes() == (tmp_path / "whole").read_bytes()

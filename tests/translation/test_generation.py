@@ -139,7 +139,6 @@ def test_the_translator_gives_the_same(model, tokenizer, sentences):
             "do_sample, TopKLogitsWarper",
         ),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-        ({"bad_words_ids": [[7, 8]]}, "bad words of several tokens"),
         ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "MaxTimeCriteria"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     ],
@@ -147,6 +146,15 @@ def test_the_translator_gives_the_same(model, tokenizer, sentences):
 def test_what_the_search_does_not_do_is_refused(model, batch, options, name):
     with pytest.raises(UserError, match=f"^paper_beam_search does not do what was asked for: {name}; leave it out"):
         model.generate(**batch, custom_generate=paper_beam_search, **options)
+
+
+def test_words_of_several_tokens_cannot_be_banned(model, batch, tokenizer):
+    with pytest.raises(UserError, match=r"^`bad_words_ids` bans words of several tokens"):
+        model.generate(**batch, custom_generate=paper_beam_search, bad_words_ids=[[7], [7, 8]])
+    model.generation_config.bad_words_ids = [[7, 8]]
+    with pytest.raises(UserError, match=r"^`bad_words_ids` bans words of several tokens"):
+        Translator(model, tokenizer)
+    assert Translator(model, tokenizer, banned_tokens=()).options.banned_tokens == ()
 
 
 def test_models_of_other_classes_are_refused(batch):

@@ -223,11 +223,11 @@ def test_the_models_generation_configuration_is_the_default(tokenizer, make_mode
     # Without training, greedy and beam search find different outputs.
     model = make_model().double()
     config = model.generation_config
-    config.suppress_tokens, config.bad_words_ids = [77], [[78], [79, 80]]
+    config.suppress_tokens, config.bad_words_ids = [77], [[78], [79]]
     translator = Translator(model, tokenizer)
     assert (translator.options.num_beams, translator.options.length_penalty) == (2, 0.6)
-    assert translator.options.banned_tokens == (77, 78)
-    explicit = Translator(model, tokenizer, num_beams=2, length_penalty=0.6, banned_tokens=(77, 78))
+    assert translator.options.banned_tokens == (77, 78, 79)
+    explicit = Translator(model, tokenizer, num_beams=2, length_penalty=0.6, banned_tokens=(77, 78, 79))
     greedy = Translator(model, tokenizer, num_beams=1)
     default = translator.translate(SENTENCES[:8])
     assert default == explicit.translate(SENTENCES[:8])

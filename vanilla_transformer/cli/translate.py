@@ -11,7 +11,7 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import option
 from vanilla_transformer.translation.arguments import check_at_least
 from vanilla_transformer.translation.layouts import Layout, LayoutName, layout_of
-from vanilla_transformer.translation.text_files import InputFile, check_partial, translate_file
+from vanilla_transformer.translation.text_files import InputFile, check_partial, partial_files, translate_file
 
 from .files import check_output_file, write_lines
 from .translator import TranslatorOptions, load_translator
@@ -65,10 +65,15 @@ def run(options: TranslateOptions) -> int:
         seed=options.seed,
     )
     if source is not None and _is_file(options.output):
-        translate_file(
-            translator, source, options.output, layout,
-            model=options.model, resume=options.resume, show_progress=True,
-        )  # fmt: skip
+        try:
+            translate_file(
+                translator, source, options.output, layout,
+                model=options.model, resume=options.resume, show_progress=True,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            partial, _ = partial_files(options.output)
+            print(f"{partial} keeps what is done; --resume goes on with it.", file=sys.stderr)
+            raise
     elif source is not None:
         _write(_translated(translator, source.lines(), layout, show_progress=True), options.output)
     elif options.texts:

@@ -113,7 +113,8 @@ def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:
     if config.length_penalty is not None:
         defaults["length_penalty"] = config.length_penalty
     if isinstance(model, VanillaTransformerForConditionalGeneration):
-        defaults["banned_tokens"] = banned_tokens_of(config)
+        if "banned_tokens" not in given:
+            given["banned_tokens"] = banned_tokens_of(config)
         if model.config.position_embedding_type == "learned":
             bound = model.config.max_position_embeddings
             given["max_length"] = min(bound, given.get("max_length", bound))
@@ -121,9 +122,24 @@ def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:
 
 
 def banned_tokens_of(config: GenerationConfig) -> tuple[int, ...]:
-    """Tokens that a generation configuration bans; of its bad words those of one token."""
-    single = [words[0] for words in config.bad_words_ids or () if len(words) == 1]
-    return (*(config.suppress_tokens or ()), *single)
+    """Tokens that a generation configuration bans.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        Ids of `suppress_tokens` and `bad_words_ids`.
+
+    Raises:
+        UserError: A bad word has several tokens.
+    """
+    words = config.bad_words_ids or ()
+    if any(len(word) != 1 for word in words):
+        raise UserError(
+            "`bad_words_ids` bans words of several tokens, and this search only single ones; leave such words out of "
+            "the generation configuration."
+        )
+    return (*(config.suppress_tokens or ()), *(word[0] for word in words))
 
 
 def special_tokens_of(config: GenerationConfig) -> SpecialTokens:

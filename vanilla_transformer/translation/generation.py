@@ -133,8 +133,6 @@ def _check(
     unknown = [name for name, is_asked in asked.items() if is_asked]
     unknown += [type(part).__name__ for part in logits_processor if not isinstance(part, _PROCESSORS)]
     unknown += [type(part).__name__ for part in stopping_criteria if not isinstance(part, _CRITERIA)]
-    if any(len(words) > 1 for words in generation_config.bad_words_ids or ()):
-        unknown.append("bad words of several tokens")
     if unknown:
         raise UserError(
             f"paper_beam_search does not do what was asked for: {', '.join(unknown)}; leave it out, or call "
