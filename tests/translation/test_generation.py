@@ -124,6 +124,16 @@ def test_several_sequences_prefixes_and_what_is_banned(model, batch):
     assert torch.equal(ids[:, :3], prefixes.repeat_interleave(3, dim=0))
 
 
+def test_the_smallest_length(model, batch):
+    # Of two tokens that are left, the end comes as soon as it may.
+    banned = tuple(token for token in range(261) if token not in (2, 100))
+    ids = model.generate(
+        **batch, num_beams=2, min_new_tokens=5, suppress_tokens=list(banned), custom_generate=paper_beam_search
+    )
+    assert rows_of(ids) == expected_rows(model, batch, num_beams=2, min_length=5, banned_tokens=banned)
+    assert min(len(row) for row in rows_of(ids)) == 1 + 5 + 1
+
+
 def test_the_translator_gives_the_same(model, tokenizer, sentences):
     batch = tokenizer(sentences, padding=True, return_tensors="pt")
     ids = model.generate(**batch, num_beams=4, custom_generate=paper_beam_search)

@@ -274,6 +274,17 @@ def test_long_texts_are_split_at_ends_of_sentences(model, tokenizer, echo):
     assert (found[0].log_prob, found[0].score) == (-8.0, -4.0)
 
 
+def test_a_prefix_begins_the_first_part_of_a_split_text(model, tokenizer, echo):
+    translator = Translator(model, tokenizer, max_source_tokens=8, tokens_per_batch=1)
+    translator.translate(["One. Two. Three.", "Four."], prefixes=["A", ""])
+    given = {
+        tokenizer.decode(source, skip_special_tokens=True): tokenizer.decode(prefix)
+        for call in echo.calls
+        for source, prefix in zip(call["sources"], call["prefixes"], strict=True)
+    }
+    assert given == {"One.": "A", "Two.": "", "Three.": "", "Four.": ""}
+
+
 def test_long_texts_are_refused_or_translated_as_asked(model, tokenizer, echo):
     texts = ["a", "", "b" * 20]
     translator = Translator(model, tokenizer, max_source_tokens=20, long_texts="translate")
