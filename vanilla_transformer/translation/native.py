@@ -1,0 +1,282 @@
+"""The decoder in C++: a step of all layers is one call, and reordering hypotheses copies nothing.
+
+It is compiled when it is first used, by the C++ compiler that is found, and kept in the user's cache. Where there is none,
+or a processor without the instructions, `decoder.py` has the same in torch.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+
+Precision = Literal["float32", "bfloat16", "int8"]
+
+_PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
+_SOURCES = ("native_decoder.cpp", "native_products.h")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+# Numbers that are worked on together.
+_WIDTH = 16
+_COMPILE_SECONDS = 300
+
+
+def why_not_native(model: VanillaTransformerForConditionalGeneration, precision: Precision) -> str | None:
+    """The reason why a model cannot be decoded by C++ here; `None` if it can.
+
+    Args:
+        model: The model.
+        precision: What its matrix products are computed in.
+    """
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}"
+    for side in (model.model.encoder, model.model.decoder):
+        for layer in side.layers:
+            if not isinstance(layer.activation_fn, nn.ReLU):
+                return f"its activation is {model.config.activation_function}"
+            attention = layer.self_attn
+            if attention.d_k % _WIDTH or attention.d_v % _WIDTH or model.config.d_model % _WIDTH:
+                return f"one of its widths is not a multiple of {_WIDTH}"
+    try:
+        library = load_library()
+    except OSError as error:
+        return str(error)
+    if not library.supports_precision(_PRECISIONS[precision]):
+        return f"this processor lacks instructions for {precision}"
+    return None
+
+
+class NativeState:
+    """The rows of a search.
+
+    Args:
+        decoder: What made it, whose weights it uses.
+        handle: The C++ object.
+        num_rows: R.
+    """
+
+    def __init__(self, decoder: "NativeDecoder", handle: int, num_rows: int):
+        self.decoder = decoder
+        self.handle = handle
+        self.num_rows = num_rows
+        self.length = 0
+        weakref.finalize(self, load_library().delete_state, handle)
+
+
+class NativeDecoder:
+    """Decodes step by step in C++, in one thread; calls from several threads work at the same time.
+
+    Args:
+        model: The model, on the CPU. Its matrices are copied; its embeddings and normalisations are not, if they are
+            in float32.
+        precision: What matrix products are computed in. `float32` gives the model's logits to rounding. `bfloat16`
+            rounds weights and activations, `int8` rounds each row of both to 8 bits on a scale of its own; sums,
+            normalisations and softmax are in float32, and keys and values are kept in bfloat16.
+    """
+
+    def __init__(self, model: VanillaTransformerForConditionalGeneration, *, precision: Precision):
+        config = model.config
+        self.vocab_size = config.decoder_vocab_size
+        self._width = config.d_model
+        self._library = load_library()
+        self._tensors = [None if tensor is None else _plain(tensor) for tensor in tensors_of(model)]
+        self._positions = _Positions(model.model.encoder), _Positions(model.model.decoder)
+        widths = [
+            (heads, config.d_k or config.d_model // heads, config.d_v or config.d_model // heads)
+            for heads in (config.encoder_attention_heads, config.decoder_attention_heads)
+        ]
+        dimensions = (
+            _PRECISIONS[precision], config.d_model, config.encoder_layers, config.decoder_layers,
+            config.encoder_ffn_dim, config.decoder_ffn_dim, config.decoder_vocab_size,
+            int(config.norm_position == "pre"), *widths[0], *widths[1],
+        )  # fmt: skip
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
+        self._model = self._library.new_model(
+            (ctypes.c_int64 * len(dimensions))(*dimensions),
+            (ctypes.c_float * 2)(model.model.encoder.embed_tokens.scale, model.model.decoder.embed_tokens.scale),
+            config.layer_norm_eps,
+            (ctypes.c_void_p * len(pointers))(*pointers),
+        )
+        if not self._model:
+            raise MemoryError(f"The weights cannot be packed: no memory, or no instructions for {precision}.")
+        weakref.finalize(self, self._library.delete_model, self._model)
+
+    def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> NativeState:
+        """Encode sources; see `IncrementalDecoder`."""
+        lengths = attention_mask.sum(1).numpy()
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        ids = np.ascontiguousarray(input_ids.numpy()[attention_mask.numpy() != 0], dtype=np.int64)
+        positions = self._positions[0].up_to(input_ids.shape[1])
+        handle = self._library.new_state(
+            self._model, ids.ctypes.data, offsets.ctypes.data, len(lengths), positions.data_ptr()
+        )
+        return NativeState(self, handle, len(lengths))
+
+    def step(self, state: NativeState, tokens: torch.Tensor) -> torch.Tensor:
+        """Append a token to each row; see `IncrementalDecoder`."""
+        logits = torch.empty(state.num_rows, self.vocab_size)
+        tokens = tokens.contiguous()
+        self._library.step_logits(state.handle, tokens.data_ptr(), self._position(state), logits.data_ptr())
+        return logits
+
+    def step_best(
+        self, state: NativeState, tokens: np.ndarray, count: int, banned: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append a token to each row, and return the likeliest tokens that follow; see `IncrementalDecoder`."""
+        tokens = np.ascontiguousarray(tokens, dtype=np.int64)
+        log_probs = np.empty((state.num_rows, count), dtype=np.float32)
+        ids = np.empty((state.num_rows, count), dtype=np.int64)
+        banned = np.asarray(banned, dtype=np.int64)
+        self._library.step_best(
+            state.handle, tokens.ctypes.data, self._position(state), banned.ctypes.data, len(banned), count,
+            log_probs.ctypes.data, ids.ctypes.data,
+        )  # fmt: skip
+        return log_probs, ids
+
+    def select(self, state: NativeState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
+        """Keep some sentences and continue some rows; see `IncrementalDecoder`."""
+        rows = rows.contiguous()
+        if sentences is None:
+            self._library.select_rows(state.handle, None, 0, rows.data_ptr(), len(rows))
+        else:
+            sentences = sentences.contiguous()
+            self._library.select_rows(
+                state.handle, sentences.data_ptr(), len(sentences), rows.data_ptr(), len(rows)
+            )
+        state.num_rows = len(rows)
+
+    def _position(self, state: NativeState) -> int:
+        """Address of the vector of the position that comes next, which the state moves beyond."""
+        state.length += 1
+        table = self._positions[1].up_to(state.length)
+        return table.data_ptr() + (state.length - 1) * self._width * table.element_size()
+
+
+class _Positions:
+    """A stack's position vectors, as many as were asked for so far."""
+
+    def __init__(self, stack: nn.Module):
+        self._module = stack.embed_positions
+        self._table = torch.empty(0, stack.config.d_model)
+        # A table that a search of another thread still reads must not go.
+        self._former: list[torch.Tensor] = []
+
+    def up_to(self, length: int) -> torch.Tensor:
+        """The vectors of at least so many positions, in float32."""
+        table = self._table
+        if len(table) < length:
+            size = min(max(2 * length, 256), getattr(self._module, "num_embeddings", 2**31))
+            with torch.inference_mode():
+                table = self._module(torch.arange(size), torch.float32).contiguous()
+            self._former.append(self._table)
+            self._table = table
+        return table
+
+
+def tensors_of(model: VanillaTransformerForConditionalGeneration) -> Iterator[torch.Tensor | None]:
+    """A model's tensors in the order in which the C++ decoder reads them; `None` for a bias that is not there."""
+
+    def parameters(*modules: nn.Module) -> Iterator[torch.Tensor | None]:
+        for module in modules:
+            yield module.weight
+            yield module.bias
+
+    def attention_in(attention: nn.Module) -> Iterator[torch.Tensor | None]:
+        return parameters(attention.q_proj, attention.k_proj, attention.v_proj)
+
+    for stack in (model.model.encoder, model.model.decoder):
+        yield stack.embed_tokens.weight
+        for layer in stack.layers:
+            yield from attention_in(layer.self_attn)
+            yield from parameters(layer.self_attn.out_proj, layer.self_attn_layer_norm)
+            if stack is model.model.decoder:
+                yield from attention_in(layer.encoder_attn)
+                yield from parameters(layer.encoder_attn.out_proj, layer.encoder_attn_layer_norm)
+            yield from parameters(layer.fc1, layer.fc2, layer.final_layer_norm)
+        if stack.layer_norm is not None:
+            yield from parameters(stack.layer_norm)
+    yield model.lm_head.weight
+    yield model.final_logits_bias
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.float32).contiguous()
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """Load the C++ decoder, compiled if it is not in the cache.
+
+    Returns:
+        The library, with the types of its functions.
+
+    Raises:
+        OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
+    """
+    library = ctypes.CDLL(str(_compiled()))
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    types = {
+        "supports_precision": (ctypes.c_int, [number]),
+        "new_model": (pointer, [pointer, pointer, ctypes.c_float, pointer]),
+        "delete_model": (None, [pointer]),
+        "new_state": (pointer, [pointer, pointer, pointer, number, pointer]),
+        "delete_state": (None, [pointer]),
+        "step_logits": (None, [pointer] * 4),
+        "step_best": (None, [*[pointer] * 4, number, number, pointer, pointer]),
+        "select_rows": (None, [pointer, pointer, number, pointer, number]),
+    }
+    for name, (result, arguments) in types.items():
+        getattr(library, name).restype = result
+        getattr(library, name).argtypes = arguments
+    return library
+
+
+def _compiled() -> Path:
+    """The compiled library, in the user's cache."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("there is no C++ compiler (g++ or clang++)")
+    sources = [Path(__file__).with_name(name) for name in _SOURCES]
+    # Another processor, compiler or version of the source needs another library.
+    identity = hashlib.sha256()
+    for part in (*(source.read_bytes() for source in sources), _processor().encode(), compiler.encode()):
+        identity.update(part + b"\0")
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vanilla_transformer"
+    path = cache_dir / f"decoder-{identity.hexdigest()[:16]}.so"
+    if path.is_file():
+        return path
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
+        output = Path(folder) / path.name
+        command = [compiler, *_FLAGS, "-o", str(output), str(sources[0])]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        except (subprocess.SubprocessError, OSError) as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            raise OSError(f"{compiler} does not compile the decoder ({said[0] if said else 'no message'})") from error
+        # At once, so that another process finds a whole library or none.
+        os.replace(output, path)
+    return path
+
+
+def _processor() -> str:
+    """What a library for this processor depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor() + platform.machine()
