@@ -6,11 +6,11 @@ Shapes: S sentences, B hypotheses of a sentence, C candidates of a sentence, R =
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from .arguments import SearchOptions
 from .hypotheses import Choice, Hypothesis, Tree
-from .vocabulary import Vocabulary, best_tokens, log_probs_of
+from .steps import Step
+from .vocabulary import Vocabulary, log_probs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Beams:
         self._unfinished: list[list[Hypothesis]] = [[] for _ in caps]
         self._position = 0
 
-    def advance(self, logits: torch.Tensor) -> Choice | None:
-        """Choose by logits [R, V] how every sentence's hypotheses go on; `None` at the end."""
+    def advance(self, step: Step) -> Choice | None:
+        """Choose how every sentence's hypotheses go on; `None` at the end."""
         beams, options = self._options.num_beams, self._options
-        scores, tokens, parents = self._candidates(logits)
+        scores, tokens, parents = self._candidates(step)
         self._position += 1
         ends = self._vocabulary.ends[tokens]
         capped = self._caps[self._sentences] <= self._position
@@ -76,13 +76,15 @@ class Beams:
         self._sentences, self._alive = self._sentences[kept], scores[kept]
         return Choice(tokens[kept].ravel(), kept, rows[kept].ravel())
 
-    def _candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _candidates(self, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Log-probability, last token and row before it of each sentence's best continuations [S, C]."""
         num_sentences, width = self._alive.shape
         count = min(2 * self._options.num_beams, self._vocabulary.size)
-        logits = self._vocabulary.permit(logits, self._position)
-        ids, log_probs = (part.cpu().numpy() for part in best_tokens(logits, count))
-        if self._position < self._forced.shape[1]:
+        forced = self._position < self._forced.shape[1]
+        if forced:
+            logits = step.logits()
+        ids, log_probs = step.best(count)
+        if forced:
             wanted = np.repeat(self._forced[self._sentences, self._position], width)
             rows = (wanted >= 0).nonzero()[0]
             ids[rows, 0] = wanted[rows]

@@ -81,7 +81,9 @@ class PackedDecoder:
         attentions = [layer.encoder_attn for layer in model.model.decoder.layers]
         self._source = packer(*[each.k_proj for each in attentions], *[each.v_proj for each in attentions])
         bias = model.final_logits_bias
-        self._output = pack(model.lm_head.weight.detach().to(dtype), None if bias is None else bias[0].to(dtype), packing)
+        self._output = pack(
+            model.lm_head.weight.detach().to(dtype), None if bias is None else bias[0].to(dtype), packing
+        )
 
     @torch.inference_mode()
     def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> PackedState:

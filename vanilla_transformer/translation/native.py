@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -134,18 +134,17 @@ class NativeDecoder:
         return logits
 
     def step_best(
-        self, state: NativeState, tokens: np.ndarray, count: int, banned: Sequence[int] = ()
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Append a token to each row, and return the likeliest tokens that follow; see `IncrementalDecoder`."""
-        tokens = np.ascontiguousarray(tokens, dtype=np.int64)
-        log_probs = np.empty((state.num_rows, count), dtype=np.float32)
+        self, state: NativeState, tokens: np.ndarray, count: int, forbidden: np.ndarray, *, with_log_probs: bool = True
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Append a token to each row, and find the likeliest tokens that follow; see `ChoosingDecoder`."""
+        tokens = np.ascontiguousarray(tokens)
+        values = np.empty((state.num_rows, count), dtype=np.float32)
         ids = np.empty((state.num_rows, count), dtype=np.int64)
-        banned = np.asarray(banned, dtype=np.int64)
         self._library.step_best(
-            state.handle, tokens.ctypes.data, self._position(state), banned.ctypes.data, len(banned), count,
-            log_probs.ctypes.data, ids.ctypes.data,
+            state.handle, tokens.ctypes.data, self._position(state), forbidden.ctypes.data, len(forbidden), count,
+            with_log_probs, values.ctypes.data, ids.ctypes.data,
         )  # fmt: skip
-        return log_probs, ids
+        return ids, values if with_log_probs else None
 
     def select(self, state: NativeState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
         """Keep some sentences and continue some rows; see `IncrementalDecoder`."""
@@ -154,9 +153,7 @@ class NativeDecoder:
             self._library.select_rows(state.handle, None, 0, rows.data_ptr(), len(rows))
         else:
             sentences = sentences.contiguous()
-            self._library.select_rows(
-                state.handle, sentences.data_ptr(), len(sentences), rows.data_ptr(), len(rows)
-            )
+            self._library.select_rows(state.handle, sentences.data_ptr(), len(sentences), rows.data_ptr(), len(rows))
         state.num_rows = len(rows)
 
     def _position(self, state: NativeState) -> int:
@@ -236,7 +233,7 @@ def load_library() -> ctypes.CDLL:
         "new_state": (pointer, [pointer, pointer, pointer, number, pointer]),
         "delete_state": (None, [pointer]),
         "step_logits": (None, [pointer] * 4),
-        "step_best": (None, [*[pointer] * 4, number, number, pointer, pointer]),
+        "step_best": (None, [*[pointer] * 4, number, number, ctypes.c_int, pointer, pointer]),
         "select_rows": (None, [pointer, pointer, number, pointer, number]),
     }
     for name, (result, arguments) in types.items():

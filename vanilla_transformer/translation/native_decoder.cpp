@@ -367,7 +367,7 @@ struct State {
 
     // The best tokens of each of some rows with their log-probabilities.
     void score(const float* hidden, int64_t rows, const int64_t* banned, int64_t num_banned, int64_t best_count,
-               float* values, int64_t* ids) {
+               bool with_sums, float* values, int64_t* ids) {
         static thread_local Buffer<float> logits, sums, bounds;
         int64_t vocabulary = model.of.vocabulary;
         logits.reserve(rows * CHUNK), sums.reserve(rows), bounds.reserve(rows);
@@ -389,6 +389,7 @@ struct State {
                     if (any_above(some, best.values[best_count - 1]))
                         for (int64_t j = i; j < i + WIDTH; j++) best.offer(mine[j], first + j);
                 }
+                if (!with_sums) continue;
                 float bound = std::max(bounds.data[row], largest(peak));
                 if (bound == -INFINITY) continue;
                 Floats total = {};
@@ -397,7 +398,7 @@ struct State {
                 bounds.data[row] = bound;
             }
         }
-        for (int64_t row = 0; row < rows; row++)
+        for (int64_t row = 0; with_sums && row < rows; row++)
             for (int64_t i = 0; i < best_count; i++)
                 values[row * best_count + i] -= bounds.data[row] + std::log(sums.data[row]);
     }
@@ -464,9 +465,9 @@ void step_logits(State* state, const int64_t* tokens, const float* position, flo
 }
 
 void step_best(State* state, const int64_t* tokens, const float* position, const int64_t* banned, int64_t num_banned,
-               int64_t best_count, float* values, int64_t* ids) {
+               int64_t best_count, int with_sums, float* values, int64_t* ids) {
     state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
-        state->score(hidden, count, banned, num_banned, best_count, values + first * best_count,
+        state->score(hidden, count, banned, num_banned, best_count, with_sums, values + first * best_count,
                      ids + first * best_count);
     });
 }

@@ -10,7 +10,8 @@ import torch
 
 from .arguments import SearchOptions
 from .hypotheses import Choice, Hypothesis
-from .vocabulary import Vocabulary, best_tokens, log_probs_of
+from .steps import Step
+from .vocabulary import Vocabulary, log_probs_of
 
 
 class Paths:
@@ -48,23 +49,26 @@ class Paths:
                 ]
             )
 
-    def advance(self, logits: torch.Tensor) -> Choice | None:
-        """Choose by logits [R, V] every hypothesis's next token; `None` at the end."""
+    def advance(self, step: Step) -> Choice | None:
+        """Choose every hypothesis's next token; `None` at the end."""
         num_sentences, width = len(self._sentences), self._options.num_hypotheses
-        logits = self._vocabulary.permit(logits, self._position)
+        forced = self._position < self._forced.shape[1]
         rows = None
-        if self._position == 0 and width > 1:
-            rows = np.repeat(np.arange(num_sentences), width)
-            logits = logits.repeat_interleave(width, dim=0)
+        if self._options.sample or forced:
+            logits = step.logits()
+            if self._position == 0 and width > 1:
+                rows = np.repeat(np.arange(num_sentences), width)
+                logits = logits.repeat_interleave(width, dim=0)
         if self._options.sample:
             chances = self._chances[self._sentences, self._position].ravel()
             tokens, log_probs = draw(logits, torch.from_numpy(chances).to(logits.device), self._options)
+            tokens, log_probs = tokens.cpu().numpy(), log_probs.cpu().numpy()
         else:
-            tokens, log_probs = best_tokens(logits, 1, with_log_probs=self._with_scores)
-        tokens = tokens.cpu().numpy().reshape(num_sentences, width)
+            tokens, log_probs = step.best(1, with_log_probs=self._with_scores)
+        tokens = tokens.reshape(num_sentences, width)
         if log_probs is not None:
-            log_probs = log_probs.cpu().numpy().reshape(num_sentences, width)
-        if self._position < self._forced.shape[1]:
+            log_probs = log_probs.reshape(num_sentences, width)
+        if forced:
             wanted = np.repeat(self._forced[self._sentences, self._position, None], width, axis=1)
             tokens = np.where(wanted >= 0, wanted, tokens)
             if log_probs is not None:

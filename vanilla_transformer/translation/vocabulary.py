@@ -25,13 +25,20 @@ class Vocabulary:
         self.ends = np.zeros(size, dtype=bool)
         self.ends[list(ends)] = True
         self.min_length = min_length
-        self._banned = torch.tensor(sorted(banned), device=device) if banned else None
-        self._banned_or_end = torch.tensor(sorted({*banned, *ends}), device=device)
+        self._device = device
+        self._banned = np.array(sorted(banned), dtype=np.int64)
+        self._banned_or_end = np.array(sorted({*banned, *ends}), dtype=np.int64)
+
+    def forbidden(self, position: int) -> np.ndarray:
+        """Ids of the tokens that are forbidden at a position."""
+        return self._banned_or_end if position < self.min_length else self._banned
 
     def permit(self, logits: torch.Tensor, position: int) -> torch.Tensor:
         """Logits [R, V] where tokens that are forbidden at a position have no probability."""
-        forbidden = self._banned_or_end if position < self.min_length else self._banned
-        return logits if forbidden is None else logits.index_fill_(1, forbidden, -torch.inf)
+        forbidden = self.forbidden(position)
+        if not len(forbidden):
+            return logits
+        return logits.index_fill_(1, torch.from_numpy(forbidden).to(self._device), -torch.inf)
 
 
 def best_tokens(
