@@ -79,7 +79,10 @@ class PackedDecoder:
         self._encoder = _Stack(model.model.encoder, packer)
         self._decoder = _Stack(model.model.decoder, packer)
         attentions = [layer.encoder_attn for layer in model.model.decoder.layers]
-        self._source = packer(*[each.k_proj for each in attentions], *[each.v_proj for each in attentions])
+        # Without layers nothing looks at the source.
+        self._source = attentions and packer(
+            *[each.k_proj for each in attentions], *[each.v_proj for each in attentions]
+        )
         bias = model.final_logits_bias
         self._output = pack(
             model.lm_head.weight.detach().to(dtype), None if bias is None else bias[0].to(dtype), packing
@@ -97,7 +100,8 @@ class PackedDecoder:
             mask = torch.zeros(attention_mask.shape, dtype=self.dtype, device=self.device)
             mask = mask.masked_fill_(attention_mask == 0, -torch.inf)[:, None, None]
         hidden = self._encode(input_ids, mask)
-        keys, values = self._source(hidden).split([layers * heads * d_k, layers * heads * d_v], dim=1)
+        joined = self._source(hidden) if self._source else hidden[:, :0]
+        keys, values = joined.split([layers * heads * d_k, layers * heads * d_v], dim=1)
         keys = keys.view(num_sentences, length, layers, heads, d_k).permute(2, 0, 3, 4, 1).contiguous()
         values = values.view(num_sentences, length, layers, heads, d_v).permute(2, 0, 3, 1, 4).contiguous()
         return PackedState(
@@ -266,7 +270,8 @@ class _Stack:
             # Learned positions end somewhere.
             size = min(2 * end, getattr(self._positions, "num_embeddings", 2 * end))
             positions = torch.arange(size, device=self._embeddings.device)
-            self._table = self._positions(positions, torch.float32).detach().to(self._dtype)
+            wide = torch.promote_types(self._dtype, torch.float32)
+            self._table = self._positions(positions, wide).detach().to(self._dtype)
         hidden = nn.functional.embedding(input_ids, self._embeddings) * self._scale
         return hidden.add_(self._table[first:end]).flatten(0, 1)
 

@@ -1,7 +1,7 @@
 """The decoder in C++: a step of all layers is one call, and reordering hypotheses copies nothing.
 
-It is compiled when it is first used, by the C++ compiler that is found, and kept in the user's cache. Where there is none,
-or a processor without the instructions, `decoder.py` has the same in torch.
+It is compiled when it is first used, by the C++ compiler that is found, and kept in the user's cache. Where there is no
+compiler, or a processor without the instructions, `decoder.py` has the same in torch.
 """
 
 import ctypes
@@ -90,6 +90,7 @@ class NativeDecoder:
     def __init__(self, model: VanillaTransformerForConditionalGeneration, *, precision: Precision):
         config = model.config
         self.vocab_size = config.decoder_vocab_size
+        self._source_vocab_size = config.vocab_size
         self._width = config.d_model
         self._library = load_library()
         self._tensors = [None if tensor is None else _plain(tensor) for tensor in tensors_of(model)]
@@ -100,7 +101,7 @@ class NativeDecoder:
         ]
         dimensions = (
             _PRECISIONS[precision], config.d_model, config.encoder_layers, config.decoder_layers,
-            config.encoder_ffn_dim, config.decoder_ffn_dim, config.decoder_vocab_size,
+            config.encoder_ffn_dim, config.decoder_ffn_dim, config.vocab_size, config.decoder_vocab_size,
             int(config.norm_position == "pre"), *widths[0], *widths[1],
         )  # fmt: skip
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
@@ -124,13 +125,16 @@ class NativeDecoder:
         handle = self._library.new_state(
             self._model, ids.ctypes.data, offsets.ctypes.data, len(lengths), positions.data_ptr()
         )
+        if not handle:
+            raise IndexError(f"A source token is not among the model's {self._source_vocab_size}.")
         return NativeState(self, handle, len(lengths))
 
     def step(self, state: NativeState, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to each row; see `IncrementalDecoder`."""
         logits = torch.empty(state.num_rows, self.vocab_size)
         tokens = tokens.contiguous()
-        self._library.step_logits(state.handle, tokens.data_ptr(), self._position(state), logits.data_ptr())
+        done = self._library.step_logits(state.handle, tokens.data_ptr(), self._position(state), logits.data_ptr())
+        self._check(done)
         return logits
 
     def step_best(
@@ -140,10 +144,11 @@ class NativeDecoder:
         tokens = np.ascontiguousarray(tokens)
         values = np.empty((state.num_rows, count), dtype=np.float32)
         ids = np.empty((state.num_rows, count), dtype=np.int64)
-        self._library.step_best(
+        done = self._library.step_best(
             state.handle, tokens.ctypes.data, self._position(state), forbidden.ctypes.data, len(forbidden), count,
             with_log_probs, values.ctypes.data, ids.ctypes.data,
         )  # fmt: skip
+        self._check(done)
         return ids, values if with_log_probs else None
 
     def select(self, state: NativeState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
@@ -155,6 +160,10 @@ class NativeDecoder:
             sentences = sentences.contiguous()
             self._library.select_rows(state.handle, sentences.data_ptr(), len(sentences), rows.data_ptr(), len(rows))
         state.num_rows = len(rows)
+
+    def _check(self, done: int) -> None:
+        if not done:
+            raise IndexError(f"A target token is not among the model's {self.vocab_size}.")
 
     def _position(self, state: NativeState) -> int:
         """Address of the vector of the position that comes next, which the state moves beyond."""
@@ -176,7 +185,10 @@ class _Positions:
         """The vectors of at least so many positions, in float32."""
         table = self._table
         if len(table) < length:
-            size = min(max(2 * length, 256), getattr(self._module, "num_embeddings", 2**31))
+            bound = getattr(self._module, "num_embeddings", 2**31)
+            if length > bound:
+                raise IndexError(f"There are {bound} learned positions, and no position {length}.")
+            size = min(max(2 * length, 256), bound)
             with torch.inference_mode():
                 table = self._module(torch.arange(size), torch.float32).contiguous()
             self._former.append(self._table)
@@ -232,8 +244,8 @@ def load_library() -> ctypes.CDLL:
         "delete_model": (None, [pointer]),
         "new_state": (pointer, [pointer, pointer, pointer, number, pointer]),
         "delete_state": (None, [pointer]),
-        "step_logits": (None, [pointer] * 4),
-        "step_best": (None, [*[pointer] * 4, number, number, ctypes.c_int, pointer, pointer]),
+        "step_logits": (ctypes.c_int, [pointer] * 4),
+        "step_best": (ctypes.c_int, [*[pointer] * 4, number, number, ctypes.c_int, pointer, pointer]),
         "select_rows": (None, [pointer, pointer, number, pointer, number]),
     }
     for name, (result, arguments) in types.items():
@@ -250,9 +262,10 @@ def _compiled() -> Path:
     sources = [Path(__file__).with_name(name) for name in _SOURCES]
     # Another processor, compiler or version of the source needs another library.
     identity = hashlib.sha256()
-    for part in (*(source.read_bytes() for source in sources), _processor().encode(), compiler.encode()):
+    surroundings = f"{compiler} {_FLAGS} {_processor()}".encode()
+    for part in (*(source.read_bytes() for source in sources), surroundings):
         identity.update(part + b"\0")
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vanilla_transformer"
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vanilla_transformer"
     path = cache_dir / f"decoder-{identity.hexdigest()[:16]}.so"
     if path.is_file():
         return path

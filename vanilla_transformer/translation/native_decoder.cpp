@@ -107,7 +107,8 @@ struct Reader {
 };
 
 struct Dimensions {
-    int64_t precision, model, encoder_layers, decoder_layers, encoder_ffn, decoder_ffn, vocabulary, pre_norm;
+    int64_t precision, model, encoder_layers, decoder_layers, encoder_ffn, decoder_ffn, source_vocabulary, vocabulary,
+        pre_norm;
     Widths encoder, decoder;
 };
 
@@ -245,6 +246,12 @@ struct State {
 
     size_t cache_bytes() const { return model.of.precision == FLOAT32 ? 4 : 2; }
     int64_t rows() const { return ancestors.size(); }
+
+    bool knows(const int64_t* tokens) const {
+        return std::all_of(tokens, tokens + rows(), [&](int64_t token) {
+            return token >= 0 && token < model.of.vocabulary;
+        });
+    }
 
     template <typename T>
     void encode(const int64_t* ids, const float* positions) {
@@ -444,8 +451,12 @@ Model* new_model(const int64_t* dimensions, const float* scales, float epsilon, 
 
 void delete_model(Model* model) { delete model; }
 
+// Null where an id is not in the vocabulary.
+
 State* new_state(const Model* model, const int64_t* ids, const int64_t* offsets, int64_t sentences,
                  const float* positions) {
+    for (int64_t i = 0; i < offsets[sentences]; i++)
+        if (ids[i] < 0 || ids[i] >= model->of.source_vocabulary) return nullptr;
     MatrixUnit unit;
     State* state = new State(*model, offsets, sentences);
     if (model->of.precision == FLOAT32)
@@ -457,19 +468,24 @@ State* new_state(const Model* model, const int64_t* ids, const int64_t* offsets,
 
 void delete_state(State* state) { delete state; }
 
-void step_logits(State* state, const int64_t* tokens, const float* position, float* logits) {
+// False where an id is not in the vocabulary.
+int step_logits(State* state, const int64_t* tokens, const float* position, float* logits) {
+    if (!state->knows(tokens)) return false;
     const Matrix& output = state->model.output;
     state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
         output.multiply(hidden, state->model.of.model, count, logits + first * output.outputs, output.outputs);
     });
+    return true;
 }
 
-void step_best(State* state, const int64_t* tokens, const float* position, const int64_t* banned, int64_t num_banned,
-               int64_t best_count, int with_sums, float* values, int64_t* ids) {
+int step_best(State* state, const int64_t* tokens, const float* position, const int64_t* banned, int64_t num_banned,
+              int64_t best_count, int with_sums, float* values, int64_t* ids) {
+    if (!state->knows(tokens)) return false;
     state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
         state->score(hidden, count, banned, num_banned, best_count, with_sums, values + first * best_count,
                      ids + first * best_count);
     });
+    return true;
 }
 
 void select_rows(State* state, const int64_t* sentences, int64_t num_sentences, const int64_t* rows, int64_t num_rows) {
