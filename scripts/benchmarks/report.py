@@ -50,8 +50,8 @@ def summarise(measurements: list[dict], memory: dict[str, int | None]) -> dict[s
             "fill_rate": sum(m["real_tokens"] for m in mine) / sum(m["padded_tokens"] for m in mine),
         }
         for clock in CLOCKS:
-            row[f"tokens_per_{clock}_second"] = _spread([rate(measured, clock) for measured in mine])
-            done = _spread([measured["operations"] / measured[f"{clock}_seconds"] for measured in mine])
+            row[f"tokens_per_{clock}_second"] = spread([rate(measured, clock) for measured in mine])
+            done = spread([measured["operations"] / measured[f"{clock}_seconds"] for measured in mine])
             possible = best_product_rates(measurements, clock)[mine[0]["precision"]]
             row[f"share_of_products_per_{clock}_second"] = done["median"] / possible
         summary[name] = row
@@ -65,7 +65,7 @@ def ratios(measurements: list[dict]) -> dict[str, dict[str, dict]]:
     names = names_of(measurements)
     return {
         f"{ours} / {peer}": {
-            clock: _spread([rate(of[ours, number], clock) / rate(of[peer, number], clock) for number in rounds])
+            clock: spread([rate(of[ours, number], clock) / rate(of[peer, number], clock) for number in rounds])
             for clock in CLOCKS
         }
         for ours in names
@@ -87,8 +87,8 @@ def print_tables(setting: Setting, summary: dict[str, dict], measurements: list[
             (
                 name,
                 f"{row['parameters']:,}",
-                *_cells(row["tokens_per_wall_second"], ",.0f"),
-                *_cells(row["tokens_per_cpu_second"], ",.0f"),
+                *cells(row["tokens_per_wall_second"], ",.0f"),
+                *cells(row["tokens_per_cpu_second"], ",.0f"),
                 f"{row['fill_rate']:.1%}",
                 f"{row[f'share_of_products_per_{clock}_second']:.1%}",
                 "" if memory is None else f"{memory / 2**30:.2f} GiB",
@@ -97,17 +97,17 @@ def print_tables(setting: Setting, summary: dict[str, dict], measurements: list[
     print_columns(rows)
     rows = [("times as fast", "wall", "range", "CPU", "range")]
     for name, clocks in ratios(measurements).items():
-        rows.append((name, *_cells(clocks["wall"], ".2f"), *_cells(clocks["cpu"], ".2f")))
+        rows.append((name, *cells(clocks["wall"], ".2f"), *cells(clocks["cpu"], ".2f")))
     if len(rows) > 1:
         print()
         print_columns(rows)
 
 
-def _spread(values: list[float]) -> dict:
+def spread(values: list[float]) -> dict:
     return {"median": median(values), "range": [min(values), max(values)]}
 
 
-def _cells(spread: dict, style: str) -> tuple[str, str]:
+def cells(spread: dict, style: str) -> tuple[str, str]:
     smallest, largest = (format(value, style) for value in spread["range"])
     return format(spread["median"], style), f"{smallest} to {largest}"
 

@@ -1,5 +1,6 @@
 """What the translation benchmark compares: systems with the same weights, from token ids to token ids."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,8 +15,8 @@ from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.collation import pad
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.translation.arguments import SearchOptions
+from vanilla_transformer.translation.choice import make_decoder
 from vanilla_transformer.translation.decoder import PackedDecoder
-from vanilla_transformer.translation.native import NativeDecoder
 from vanilla_transformer.translation.search import SpecialTokens, search
 
 
@@ -31,11 +32,21 @@ class Ours:
 
     Args:
         model: The model.
+        tokenizer: Its tokenizer.
+        workers: Number of batches that are translated at once.
         decoder: Makes the decoder.
         rules: As in `SearchOptions`: the paper's penalty and stop rule, or those of transformers.
     """
 
-    def __init__(self, model: VanillaTransformerForConditionalGeneration, decoder: Callable, rules: str = "paper"):
+    def __init__(
+        self,
+        model: VanillaTransformerForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        workers: int,
+        *,
+        decoder: Callable,
+        rules: str,
+    ):
         self.config = model.config
         self.decoder = decoder(model)
         self.rules = rules
@@ -54,10 +65,19 @@ class Generate:
 
     Args:
         model: The model whose weights it gets.
+        tokenizer: Its tokenizer.
+        workers: Number of batches that are translated at once.
         dtype: Floating-point type.
     """
 
-    def __init__(self, model: VanillaTransformerForConditionalGeneration, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: VanillaTransformerForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        workers: int,
+        *,
+        dtype: torch.dtype,
+    ):
         self.config = model.config
         self.model = to_marian(model).to(dtype).to(model.device)
 
@@ -79,11 +99,12 @@ class Generate:
 
 
 class CTranslate2:
-    """CTranslate2, on one thread or as many as `workers`.
+    """CTranslate2, each of whose workers has one thread.
 
     Args:
         model: The model whose weights it gets.
         tokenizer: Its tokenizer.
+        workers: Number of batches that are translated at once.
         compute_type: Type of its matrix products.
     """
 
@@ -91,17 +112,20 @@ class CTranslate2:
         self,
         model: VanillaTransformerForConditionalGeneration,
         tokenizer: PreTrainedTokenizerBase,
+        workers: int,
+        *,
         compute_type: str,
     ):
         import ctranslate2
 
         self.config = model.config
-        self.names = tokenizer.convert_ids_to_tokens(range(model.config.vocab_size))
+        known = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        self.names = [*known, *(f"<unused {number}>" for number in range(len(known), model.config.vocab_size))]
         self.numbers = {name: number for number, name in enumerate(self.names)}
         with tempfile.TemporaryDirectory() as folder:
             to_ctranslate2(model, self.names, Path(folder))
             self.translator = ctranslate2.Translator(
-                folder, device=model.device.type, compute_type=compute_type, inter_threads=1, intra_threads=1
+                folder, device=model.device.type, compute_type=compute_type, inter_threads=workers, intra_threads=1
             )
 
     def __call__(self, sources: Sequence[np.ndarray], beams: int) -> list[list[int]]:
@@ -185,22 +209,39 @@ def positions(stack: torch.nn.Module, count: int) -> torch.Tensor:
         return stack.embed_positions(torch.arange(count), torch.float32)
 
 
-def make_systems(
-    model: VanillaTransformerForConditionalGeneration, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Callable[[], Translate]]:
-    """Every system's maker, by name."""
-    return {
-        "ours-fp32": partial(Ours, model, partial(PackedDecoder, dtype=torch.float32, packing="plain")),
-        "ours-bf16": partial(Ours, model, partial(PackedDecoder, dtype=torch.bfloat16)),
-        "ours-bf16-plain": partial(Ours, model, partial(PackedDecoder, dtype=torch.bfloat16, packing="plain")),
-        "ours-int8": partial(Ours, model, partial(PackedDecoder, dtype=torch.float32, packing="int8")),
-        **{
-            f"ours-native-{short}{suffix}": partial(Ours, model, partial(NativeDecoder, precision=name), rules)
-            for short, name in (("fp32", "float32"), ("bf16", "bfloat16"), ("int8", "int8"))
-            for suffix, rules in (("", "paper"), ("-hf", "transformers"))
-        },
-        "marian-fp32": partial(Generate, model, torch.float32),
-        "marian-bf16": partial(Generate, model, torch.bfloat16),
-        "ct2-fp32": partial(CTranslate2, model, tokenizer, "float32"),
-        "ct2-int8": partial(CTranslate2, model, tokenizer, "int8"),
-    }
+def enlarge(model: VanillaTransformerForConditionalGeneration, size: int) -> None:
+    """Give a model a larger vocabulary, whose further entries are copies of one that no text contains.
+
+    What it translates to stays what it was, but for the share of probability that the copies take.
+    """
+    unused = 4  # <mask>
+    rows = model.get_input_embeddings().weight.detach()
+    copies = rows[unused].expand(size - len(rows), -1)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[-len(copies) :] = copies
+
+
+def _ours(model: VanillaTransformerForConditionalGeneration, dtype: torch.dtype, quantization: str | None = None):
+    return make_decoder(copy.deepcopy(model).to(dtype), quantization=quantization)
+
+
+# Makers of systems, from a model, its tokenizer and the number of batches that are translated at once.
+SYSTEMS: dict[str, Callable[..., Translate]] = {
+    **{
+        f"ours-{name}{suffix}": partial(Ours, decoder=decoder, rules=rules)
+        for name, decoder in (
+            ("fp32", partial(_ours, dtype=torch.float32)),
+            ("bf16", partial(_ours, dtype=torch.bfloat16)),
+            ("int8", partial(_ours, dtype=torch.float32, quantization="int8")),
+            ("fp32-torch", partial(PackedDecoder, dtype=torch.float32)),
+            ("bf16-torch", partial(PackedDecoder, dtype=torch.bfloat16)),
+            ("int8-torch", partial(PackedDecoder, dtype=torch.float32, packing="int8")),
+        )
+        for suffix, rules in (("", "paper"), ("-hf", "transformers"))
+    },
+    "marian-fp32": partial(Generate, dtype=torch.float32),
+    "marian-bf16": partial(Generate, dtype=torch.bfloat16),
+    "ct2-fp32": partial(CTranslate2, compute_type="float32"),
+    "ct2-int8": partial(CTranslate2, compute_type="int8"),
+}

@@ -367,7 +367,8 @@ def test_the_decoder_works_in_a_new_process(scrambled):
     make(PRECISE["native"], "native", model)
     code = (
         "import torch\n"
-        "from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration as Model\n"
+        "from vanilla_transformer import VanillaTransformerConfig\n"
+        "from vanilla_transformer import VanillaTransformerForConditionalGeneration as Model\n"
         "from vanilla_transformer.translation.native import NativeDecoder\n"
         "config = VanillaTransformerConfig(vocab_size=99, d_model=16, encoder_layers=1, decoder_layers=1,"
         " encoder_attention_heads=1, decoder_attention_heads=1, encoder_ffn_dim=16, decoder_ffn_dim=16)\n"

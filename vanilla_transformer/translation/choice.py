@@ -15,9 +15,9 @@ def make_decoder(
 ) -> NativeDecoder | PackedDecoder:
     """Make the fastest decoder that computes as precisely as asked.
 
-    On CPUs that is the one in C++ where it can be compiled and the processor has what it needs, else the one of torch's
-    operators; with bfloat16 in the processor's own instructions, or in float32 where it has none, because there
-    bfloat16 would be slower.
+    On CPUs that is the one in C++ where it can be compiled and the processor has what it needs, else the one of
+    torch's operators. Models in bfloat16 are computed in float32 where the processor has no instructions for them,
+    because bfloat16 would be slower there.
 
     Args:
         model: The model, in evaluation mode; its dtype is what is computed in.

@@ -1,7 +1,7 @@
 """The decoder in C++: a step of all layers is one call, and reordering hypotheses copies nothing.
 
-It is compiled when it is first used, by the C++ compiler that is found, and kept in the user's cache. Where there is no
-compiler, or a processor without the instructions, `decoder.py` has the same in torch.
+It is compiled when it is first used, by the C++ compiler that is found, and kept in the user's cache. Where there is
+no compiler, or a processor without the instructions, `decoder.py` has the same in torch.
 """
 
 import ctypes
