@@ -8,6 +8,7 @@ from vanilla_transformer.translation.arguments import (
     LongTexts,
     Quantization,
     SearchRules,
+    check_at_least,
     check_model_id,
     check_search,
 )
@@ -47,6 +48,9 @@ class TranslatorOptions:
     )
     max_source_tokens: int | None = option(None, "How long that is; default: as saved with the model.")
     tokens_per_batch: int = option(4096, "Largest padded number of source tokens of a batch.")
+    workers: int | None = option(
+        None, "Batches that are translated at once, each on one core; default: a core for each, and one on a GPU."
+    )
 
 
 def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
@@ -67,6 +71,7 @@ def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
     sizes = {"tokens_per_batch": options.tokens_per_batch, "max_source_tokens": options.max_source_tokens}
     # Before seconds of imports.
     check_search(search, **sizes)
+    check_at_least("workers", options.workers, 1)
     check_model_id(options.model)
     from vanilla_transformer.translation.translator import Translator
 
@@ -80,6 +85,7 @@ def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
         quantization=options.quantization,
         target_language=options.target_language,
         long_texts=options.long_texts,
+        workers=options.workers,
         **sizes,
         **search,
     )

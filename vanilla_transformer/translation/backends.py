@@ -15,9 +15,10 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 from .arguments import Quantization, SearchOptions
+from .choice import make_decoder
 from .hypotheses import Hypothesis
-from .plain_decoder import PlainDecoder
-from .search import IncrementalDecoder, SpecialTokens, search
+from .search import SpecialTokens, search
+from .steps import IncrementalDecoder
 
 
 class Backend(Protocol):
@@ -70,26 +71,6 @@ def make_backend(
             "--quantization and banned tokens here; leave them out."
         )
     return GenerateBackend(model, pad_token_id, options)
-
-
-def make_decoder(
-    model: VanillaTransformerForConditionalGeneration, *, quantization: Quantization | None = None
-) -> IncrementalDecoder:
-    """Make what scores tokens for the search.
-
-    Args:
-        model: The model, in evaluation mode.
-        quantization: How weights are rounded; `None` for not at all.
-
-    Returns:
-        The decoder.
-
-    Raises:
-        UserError: There is no such quantization here.
-    """
-    if quantization is not None:
-        raise UserError(f"--quantization {quantization} is not available on this machine; leave it out.")
-    return PlainDecoder(model)
 
 
 def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:

@@ -5,13 +5,14 @@ import torch
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
+from .arguments import Quantization
 from .decoder import PackedDecoder
 from .native import NativeDecoder, why_not_native
 from .packing import can_pack
 
 
 def make_decoder(
-    model: VanillaTransformerForConditionalGeneration, *, quantization: str | None = None
+    model: VanillaTransformerForConditionalGeneration, *, quantization: Quantization | None = None
 ) -> NativeDecoder | PackedDecoder:
     """Make the fastest decoder that computes as precisely as asked.
 

@@ -27,9 +27,10 @@ from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.errors import UserError
 
 from .arguments import LongTexts, Quantization, check_at_least, check_model_id, check_search
-from .backends import make_backend, options_for
+from .backends import SearchBackend, make_backend, options_for
 from .hypotheses import Hypothesis
 from .segmentation import split_to_fit
+from .workers import map_side_by_side
 
 
 # What transformers writes for a tokenizer without a largest length is far above this.
@@ -70,6 +71,8 @@ class Translator:
             `translate` them all the same, unless positions are learned.
         target_language: Language whose tag sources begin with; `None` leaves it to the tokenizer.
         quantization: How weights are rounded; `None` for not at all.
+        workers: Number of batches that are translated at once, each on one core; `None` is one on a GPU, and on CPUs
+            as many as torch has threads. Models of other classes translate one batch at a time.
         **search: Fields of `SearchOptions`. Those that are left out, or `None`, come from the model's generation
             configuration, and else are the paper's.
 
@@ -93,12 +96,14 @@ class Translator:
         long_texts: LongTexts = "split",
         target_language: str | None = None,
         quantization: Quantization | None = None,
+        workers: int | None = None,
         **search: Any,
     ):
         if not isinstance(model, GenerationMixin):
             raise UserError(f"{type(model).__name__} does not generate text; load a model for translation.")
         check_search(search, tokens_per_batch=tokens_per_batch, max_source_tokens=max_source_tokens)
         check_at_least("window", window, 1)
+        check_at_least("workers", workers, 1)
         self.model = model
         self.tokenizer = _speaking(tokenizer, target_language)
         self.options = options_for(model, search)
@@ -107,6 +112,10 @@ class Translator:
         self.long_texts = long_texts
         self.quantization = quantization
         self._backend = make_backend(model, tokenizer.pad_token_id, self.options, quantization=quantization)
+        if not isinstance(self._backend, SearchBackend):
+            # Nobody promises that `generate` can be called from several threads.
+            workers = 1
+        self.workers = workers or (torch.get_num_threads() if model.device.type == "cpu" else 1)
         learned = getattr(model.config, "position_embedding_type", None) == "learned"
         self._max_positions: int | None = model.config.max_position_embeddings if learned else None
         bounds = [max_source_tokens or tokenizer.model_max_length, self._max_positions or _NO_LENGTH]
@@ -279,13 +288,19 @@ class Translator:
                 ids = self.tokenizer(text_target=prefixes, add_special_tokens=False, verbose=False)["input_ids"]
                 beginnings = [ids[owner] if number == 0 else [] for owner, number in zip(owners, numbers, strict=True)]
             places = [start + owner + (number << 48) for owner, number in zip(owners, numbers, strict=True)]
-            for batch in self._batches(sources):
-                results = self._backend.translate(
+
+            def translate(batch: np.ndarray) -> list[list[Hypothesis]]:
+                return self._backend.translate(
                     [sources[i] for i in batch],
                     prefixes=None if beginnings is None else [beginnings[i] for i in batch],
                     places=[places[i] for i in batch],
                     with_scores=with_scores,
                 )
+
+            batches = self._batches(sources)
+            for batch, results in zip(
+                batches, map_side_by_side(translate, batches, workers=self.workers), strict=True
+            ):
                 for i, hypotheses in zip(batch, results, strict=True):
                     if not hypotheses or (with_scores and not math.isfinite(hypotheses[0].log_prob)):
                         raise UserError(
@@ -323,7 +338,9 @@ class Translator:
     def _batches(self, sources: list[np.ndarray]) -> Sequence[np.ndarray]:
         """Numbers of the sources of each batch."""
         lengths = np.fromiter((len(row) for row in sources), dtype=np.int64, count=len(sources))
-        budget = max(self.tokens_per_batch, int(lengths.max()))
+        # Few texts are spread over all workers.
+        budget = min(self.tokens_per_batch, -(-int(lengths.sum()) // self.workers))
+        budget = max(budget, int(lengths.max()))
         # Longest first: if memory is short, it is at once.
         return TokenBatches(lengths, lengths, tokens_per_batch=budget, shuffle=False).batches(0)[::-1]
 
