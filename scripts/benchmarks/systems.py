@@ -188,6 +188,8 @@ def to_ctranslate2(model: VanillaTransformerForConditionalGeneration, names: Seq
     loader.set_encoder(spec.encoder, model.model.encoder)
     loader.set_decoder(spec.decoder, model.model.decoder)
     loader.set_linear(spec.decoder.projection, model.lm_head)
+    if model.final_logits_bias is not None:
+        spec.decoder.projection.bias = model.final_logits_bias[0].numpy()
     spec.register_source_vocabulary(list(names))
     spec.register_target_vocabulary(list(names))
     spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = (

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from measuring import peak_memory, synchronize
 from report import CLOCKS, cells, print_columns, spread
-from sacrebleu import corpus_bleu
+from sacrebleu import corpus_bleu, corpus_chrf
 from systems import SYSTEMS, Translate, enlarge
 from training import Parser, at_least, show, surroundings
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -33,8 +33,9 @@ from vanilla_transformer.data.batching import TokenBatches
 
 
 DEFAULT_SYSTEMS = ("ours-int8", "ours-bf16", "ours-fp32", "marian-fp32", "marian-bf16", "ct2-fp32", "ct2-int8")
-# Translations into the same words count as agreeing: systems that compute in float32, and those that round.
-LEAST_BLEU_BETWEEN = {"fp32": 97.0, "rounded": 70.0}
+# Smallest chrF between two systems' ids: that of greedy search in float32, and that of all that rounds or searches by
+# other rules.
+LEAST_CHRF_BETWEEN = {"fp32": 97.0, "rounded": 70.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,10 @@ class Bench:
             "bleu": self.bleu(found),
         }
 
-    def bleu(self, found: list[list[int]], references: list[str] | None = None) -> float:
-        """BLEU of translations, against the references or against other translations."""
-        references = self.references if references is None else references
-        return corpus_bleu(self.words(found), [references], force=True).score
-
-    def words(self, found: list[list[int]]) -> list[str]:
-        """Translations as text."""
-        return self.tokenizer.batch_decode(found, skip_special_tokens=True)
+    def bleu(self, found: list[list[int]]) -> float:
+        """BLEU of translations."""
+        texts = self.tokenizer.batch_decode(found, skip_special_tokens=True)
+        return corpus_bleu(texts, [self.references], force=True).score
 
     def compare(self) -> dict[str, dict]:
         """Translate once by each system, before the clock starts, and compare with one that computes in float32.
@@ -149,15 +146,15 @@ class Bench:
         """
         found = {name: self.translate(system) for name, system in self.systems.items()}
         anchor = next((name for name in found if "fp32" in name), next(iter(found)))
-        words = self.words(found[anchor])
+        expected = [[" ".join(map(str, ids)) for ids in found[anchor]]]
         agreement = {}
         for name, translations in found.items():
             same = sum(mine == theirs for mine, theirs in zip(translations, found[anchor], strict=True))
-            between = self.bleu(translations, words)
-            agreement[name] = {"with": anchor, "same": same, "sentences": len(translations), "bleu_between": between}
-            # Beam search stops by other rules elsewhere, which may give other translations.
+            mine = [" ".join(map(str, ids)) for ids in translations]
+            between = corpus_chrf(mine, expected).score
+            agreement[name] = {"with": anchor, "same": same, "sentences": len(translations), "chrf_between": between}
             exact = "fp32" in name and self.setting.beams == 1
-            if between < LEAST_BLEU_BETWEEN["fp32" if exact else "rounded"]:
+            if between < LEAST_CHRF_BETWEEN["fp32" if exact else "rounded"]:
                 raise RuntimeError(f"{name} translates other than {anchor} ({agreement[name]}).")
         return agreement
 
