@@ -6,6 +6,7 @@ from torch import nn
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.training import fusion
+from vanilla_transformer.training.cpu_dropout import use_sixteen_bit_dropout
 from vanilla_transformer.training.fusion import fuse_operations
 
 
@@ -16,22 +17,27 @@ KINDS = {
     "pre_norm": {"norm_position": "pre"},
     "gelu": {"activation_function": "gelu"},
     "activation_dropout": {"activation_dropout": 0.2},
+    "attention_dropout": {"attention_dropout": 0.2},
 }
 
 
-def models(**changes) -> tuple[VanillaTransformerForConditionalGeneration, ...]:
-    """The same network in training mode, plain and fused."""
+def models(*, sixteen_bits: bool = True, **changes) -> tuple[VanillaTransformerForConditionalGeneration, ...]:
+    """The same network in training mode, plain and fused; both with the dropout for CPUs unless told otherwise."""
     config = VanillaTransformerConfig(
         vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=64, dropout=0.1, **changes,
     )  # fmt: skip
     torch.manual_seed(0)
+    config._attn_implementation = "eager"
     plain = VanillaTransformerForConditionalGeneration(config)
     for name, parameter in plain.named_parameters():
         if name.endswith(".bias"):
             nn.init.normal_(parameter, std=0.3)
     fused = VanillaTransformerForConditionalGeneration(config)
     fused.load_state_dict(plain.state_dict())
+    if sixteen_bits:
+        use_sixteen_bit_dropout(plain)
+        use_sixteen_bit_dropout(fused)
     fuse_operations(fused)
     return plain.train(), fused.train()
 
@@ -55,17 +61,22 @@ def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dic
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_operator", [True, False])
+@pytest.mark.parametrize("sixteen_bits", [True, False])
 def test_under_autocast_results_are_as_near_to_single_precision_as_the_plain_network_is(
-    kind, has_operator, monkeypatch
+    kind, has_operator, sixteen_bits, monkeypatch
 ):
     if not has_operator:
         monkeypatch.setattr(fusion, "_has_linear_pointwise", lambda _: False)
-    plain, fused = models(**KINDS[kind])
+    plain, fused = models(sixteen_bits=sixteen_bits, **KINDS[kind])
+    # The masks of dropout come from the same generator, in the same order, in all three runs.
     exact = results(plain, None)
     plain.zero_grad()
     narrow = error(results(plain, torch.bfloat16), exact)
     found = error(results(fused, torch.bfloat16), exact)
     for name, of_plain in narrow.items():
+        if name.endswith("k_proj.bias"):
+            # It moves all scores of a query alike: its gradient is zero but for rounding.
+            continue
         assert found[name] < 1.5 * of_plain + 2e-3, name
 
 
@@ -76,15 +87,37 @@ def test_without_autocast_nothing_changes(kind):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_fewer_products_are_computed():
+def test_another_attention_is_left_alone():
+    plain, fused = models()
+    for model in (plain, fused):
+        model.set_attn_implementation("sdpa")
+    expected, found = results(plain, torch.bfloat16), results(fused, torch.bfloat16)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_gradients_of_inputs_and_of_outputs_that_are_kept_are_those_of_the_plain_network():
+    gradients = []
+    for model in models():
+        torch.manual_seed(1)
+        source = torch.randn(3, 6, 32, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            encoder = model.get_encoder()
+            states = encoder(inputs_embeds=source, output_hidden_states=True).hidden_states
+            for state in states:
+                state.retain_grad()
+            states[-1].square().sum().backward()
+        gradients.append([source.grad, *(state.grad for state in states)])
+    for expected, found in zip(*gradients, strict=True):
+        assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_fewer_operations_are_computed():
     counts = []
     for model in models():
         with torch.profiler.profile() as profile:
             results(model, torch.bfloat16)
-        names = [event.name for event in profile.events()]
-        counts.append(sum(name in ("aten::mm", "aten::addmm", "aten::linear") for name in names))
-    # Six attentions: two or three projections of one input become one product each, in both passes.
-    assert counts[1] <= counts[0] - 2 * (4 * 2 + 2)
+        counts.append(sum(event.name.startswith("aten::") for event in profile.events()))
+    assert counts[1] < 0.9 * counts[0]
 
 
 def test_the_parameters_and_what_is_saved_stay(tmp_path):

@@ -24,16 +24,26 @@ class SixteenBitDropout(nn.Module):
         """Drop elements of a floating-point tensor of any shape and scale the others."""
         if not self.training or self.num_dropped == 0:
             return hidden_states
-        words = torch.empty(-(-hidden_states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        bits = words.view(torch.int16)[: hidden_states.numel()].view(hidden_states.shape)
-        keep = torch.ge(
-            bits, self.num_dropped - 2**15, out=torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
-        )
-        return hidden_states * keep.mul_(2**16 / (2**16 - self.num_dropped))
+        kept = draw_kept(self.num_dropped, out=torch.empty(hidden_states.shape, dtype=hidden_states.dtype))
+        return hidden_states * kept.mul_(2**16 / (2**16 - self.num_dropped))
 
     def extra_repr(self) -> str:
         """The probability, for printing the model."""
         return f"p={self.p}"
+
+
+def draw_kept(num_dropped: int, *, out: torch.Tensor) -> torch.Tensor:
+    """Draw a mask: 0 with probability `num_dropped` / 2^16, else 1.
+
+    Args:
+        num_dropped: How many of 2^16 are dropped, in [1, 2^16 - 1].
+        out: Where to write, of any shape and dtype.
+
+    Returns:
+        `out`.
+    """
+    words = torch.empty(-(-out.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    return torch.ge(words.view(torch.int16)[: out.numel()].view(out.shape), num_dropped - 2**15, out=out)
 
 
 def use_sixteen_bit_dropout(model: nn.Module) -> None:

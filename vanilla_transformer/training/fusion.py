@@ -1,7 +1,10 @@
-"""Fewer and larger operations for the same results, where a model is trained on a CPU in half precision.
+"""Fewer and faster operations for the same results, where a model is trained on a CPU in half precision.
 
-The network's own file stays plain; this replaces two methods of a model in memory, whose parameters and their names
-stay what they were.
+The network's own file stays plain; this replaces the layers' `forward` of a model in memory, whose parameters and
+their names stay what they were. Three facts about CPUs are behind it. Passing over activations costs as much as the
+products: what can be done inside a product, or in place, is. A product whose left matrix is transposed runs at half
+the rate of one whose left matrix lies row by row: the narrower matrix of a weight gradient is transposed by a copy
+before. Products of several heads need each head's numbers side by side: they are moved once, not at each operation.
 """
 
 from functools import cache
@@ -13,65 +16,306 @@ from torch.autograd.function import once_differentiable
 
 from vanilla_transformer.modeling_vanilla_transformer import (
     VanillaTransformerAttention,
+    VanillaTransformerDecoderLayer,
+    VanillaTransformerEncoderLayer,
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerLayer,
 )
 
+from .cpu_dropout import SixteenBitDropout, draw_kept
+
+
+# Rows that are transposed at a time: their cache lines are all there when the last number of a line is needed.
+_ROWS_AT_A_TIME = 64
+
 
 def fuse_operations(model: VanillaTransformerForConditionalGeneration) -> None:
-    """Let attention project its input by one product, and ReLU feed-forward networks run as one operation.
+    """Compute attention, ReLU networks, and dropout with residual sum and normalisation, as one operation each.
 
-    Both act under autocast only, and on a CPU; elsewhere the model computes as before.
+    All act under autocast only, and on a CPU; elsewhere, when decoding with a cache, and where attention's weights are
+    dropped, the model computes as before. Attention returns no weights.
 
     Args:
         model: Changed in place.
     """
     for module in model.modules():
-        if isinstance(module, VanillaTransformerAttention):
-            module.project = MethodType(_project, module)
-        elif isinstance(module, VanillaTransformerLayer) and isinstance(module.activation_fn, nn.ReLU):
-            module.feed_forward = MethodType(_feed_forward, module)
+        if isinstance(module, VanillaTransformerEncoderLayer):
+            module.forward = MethodType(_encoder_layer, module)
+        elif isinstance(module, VanillaTransformerDecoderLayer):
+            module.forward = MethodType(_decoder_layer, module)
 
 
-def _project(self: VanillaTransformerAttention, hidden_states: torch.Tensor, *projections: nn.Linear):
-    """`project` with the projections as rows of one matrix, which also sums their gradients in one product."""
-    if not torch.is_autocast_enabled("cpu") or len(projections) == 1:
-        return VanillaTransformerAttention.project(self, hidden_states, *projections)
+def _encoder_layer(self, hidden_states, attention_mask=None, **kwargs):
+    """`forward` of a layer of the encoder."""
+    if not _fits(self.self_attn):
+        return VanillaTransformerEncoderLayer.forward(self, hidden_states, attention_mask, **kwargs)
+    mask = _narrow(attention_mask)
+    hidden_states = _sublayer(
+        self, hidden_states, self.self_attn_layer_norm, lambda states: _attend(self.self_attn, states, None, mask)
+    )
+    return _sublayer(self, hidden_states, self.final_layer_norm, lambda states: _feed_forward(self, states))
+
+
+def _decoder_layer(
+    self,
+    hidden_states,
+    attention_mask=None,
+    encoder_hidden_states=None,
+    encoder_attention_mask=None,
+    past_key_values=None,
+    **kwargs,
+):
+    """`forward` of a layer of the decoder."""
+    if past_key_values is not None or not _fits(self.self_attn):
+        return VanillaTransformerDecoderLayer.forward(
+            self,
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values,
+            **kwargs,
+        )
+    mask, encoder_mask = _narrow(attention_mask), _narrow(encoder_attention_mask)
+    hidden_states = _sublayer(
+        self, hidden_states, self.self_attn_layer_norm, lambda states: _attend(self.self_attn, states, None, mask)
+    )
+    hidden_states = _sublayer(
+        self,
+        hidden_states,
+        self.encoder_attn_layer_norm,
+        lambda states: _attend(self.encoder_attn, states, encoder_hidden_states, encoder_mask),
+    )
+    return _sublayer(self, hidden_states, self.final_layer_norm, lambda states: _feed_forward(self, states))
+
+
+def _fits(attention: VanillaTransformerAttention) -> bool:
+    """Whether the operations here compute what a layer with this attention would."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        and attention.config._attn_implementation == "eager"
+        and not (attention.training and attention.attention_dropout > 0.0)
+    )
+
+
+def _narrow(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask in autocast's type, in which the smallest float32 would become infinite."""
     dtype = torch.get_autocast_dtype("cpu")
-    weight = torch.cat([projection.weight.to(dtype) for projection in projections])
-    bias = None
-    if projections[0].bias is not None:
-        bias = torch.cat([projection.bias.to(dtype) for projection in projections])
-    joined = nn.functional.linear(hidden_states, weight, bias)
-    parts = joined.split([projection.out_features for projection in projections], dim=-1)
-    return [part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts]
+    return None if mask is None else mask.clamp_min(torch.finfo(dtype).min).to(dtype)
 
 
-def _feed_forward(self: VanillaTransformerLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+def _sublayer(layer: VanillaTransformerLayer, hidden_states, norm: nn.LayerNorm, function) -> torch.Tensor:
+    """`sublayer` for functions that return their input beside their output.
+
+    The residual connection goes through the function, so that the two gradients of its input are summed inside a
+    product and not by a pass of their own.
+    """
+    if layer.pre_norm:
+        return hidden_states + layer.dropout(function(norm(hidden_states))[0])
+    if not isinstance(layer.dropout, SixteenBitDropout):
+        return norm(hidden_states + layer.dropout(function(hidden_states)[0]))
+    output, residual = function(hidden_states)
+    num_dropped = layer.dropout.num_dropped if layer.training else 0
+    return _AddAndNorm.apply(output, residual, norm.weight, norm.bias, norm.eps, num_dropped)
+
+
+def _attend(attention: VanillaTransformerAttention, hidden_states, memory, mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the sequence itself, or to the encoder's output `memory`."""
+    if memory is None:
+        joined, hidden_states = _project(hidden_states, attention.q_proj, attention.k_proj, attention.v_proj)
+    else:
+        joined, hidden_states = _project(hidden_states, attention.q_proj)
+        memory, _ = _project(memory, attention.k_proj, attention.v_proj)
+    heads = _Attention.apply(joined, memory, mask, attention.num_heads, attention.d_k, attention.scaling)
+    return _project(heads, attention.out_proj)[0], hidden_states
+
+
+def _project(hidden_states: torch.Tensor, *projections: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of projections of the same input, side by side, by one product."""
+    weights = [projection.weight for projection in projections]
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    return _Projection.apply(hidden_states, len(weights), *weights, *biases)
+
+
+def _feed_forward(layer: VanillaTransformerLayer, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`feed_forward` with bias and ReLU inside the first product."""
-    if not torch.is_autocast_enabled("cpu") or (self.training and self.activation_dropout.p > 0.0):
-        return VanillaTransformerLayer.feed_forward(self, hidden_states)
-    dtype = torch.get_autocast_dtype("cpu")
-    parameters = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-    rows = hidden_states.to(dtype).flatten(0, -2)
-    return _FeedForward.apply(rows, *(parameter.to(dtype) for parameter in parameters)).view(hidden_states.shape)
+    if not isinstance(layer.activation_fn, nn.ReLU) or (layer.training and layer.activation_dropout.p > 0.0):
+        return layer.feed_forward(hidden_states), hidden_states
+    return _FeedForward.apply(hidden_states, layer.fc1.weight, layer.fc1.bias, layer.fc2.weight, layer.fc2.bias)
+
+
+class _Projection(torch.autograd.Function):
+    """x W^T + b, where W and b are stacked of several."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, num_weights, *parameters):
+        dtype = torch.get_autocast_dtype("cpu")
+        weights, biases = parameters[:num_weights], parameters[num_weights:]
+        rows = hidden_states.to(dtype).flatten(0, -2)
+        weight = torch.cat([weight.to(dtype) for weight in weights])
+        bias = torch.cat([bias.to(dtype) for bias in biases]) if biases else None
+        ctx.save_for_backward(rows, weight)
+        ctx.heights, ctx.has_bias, ctx.dtype = [len(weight) for weight in weights], bool(biases), hidden_states.dtype
+        output = nn.functional.linear(rows, weight, bias)
+        ctx.set_materialize_grads(False)
+        return output.view(*hidden_states.shape[:-1], len(weight)), hidden_states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_residual):
+        rows, weight = ctx.saved_tensors
+        shape = (*grad.shape[:-1], rows.shape[-1])
+        grad = grad.flatten(0, -2)
+        grads = _product_over_rows(grad, rows).split(ctx.heights)
+        if ctx.has_bias:
+            grads += grad.sum(0, dtype=torch.float32).split(ctx.heights)
+        return _add_product(grad_residual, grad, weight).view(shape).to(ctx.dtype), None, *grads
 
 
 class _FeedForward(torch.autograd.Function):
-    """max(0, x W_1 + b_1) W_2 + b_2 (§3.3, Eq. 2) for rows x [N, D]."""
+    """max(0, x W_1 + b_1) W_2 + b_2 (§3.3, Eq. 2)."""
 
     @staticmethod
-    def forward(ctx, rows, weight1, bias1, weight2, bias2):
+    def forward(ctx, hidden_states, *parameters):
+        dtype = torch.get_autocast_dtype("cpu")
+        rows = hidden_states.to(dtype).flatten(0, -2)
+        weight1, bias1, weight2, bias2 = (parameter.to(dtype) for parameter in parameters)
         inner = _linear(rows, weight1, bias1, relu=True)
         ctx.save_for_backward(rows, inner, weight1, weight2)
-        return _linear(inner, weight2, bias2)
+        ctx.dtype = hidden_states.dtype
+        ctx.set_materialize_grads(False)
+        return _linear(inner, weight2, bias2).view(hidden_states.shape), hidden_states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_residual):
+        rows, inner, weight1, weight2 = ctx.saved_tensors
+        shape = grad.shape
+        grad = grad.flatten(0, -2)
+        grad_weight2 = _product_over_rows(grad, inner)
+        grad_bias2 = grad.sum(0, dtype=torch.float32)
+        grad_inner = grad @ weight2
+        _keep_(grad_inner, torch.gt(inner.view(torch.int16), 0, out=torch.empty_like(inner, dtype=torch.int16)))
+        # The sum over rows is a product with ones, which costs nothing beside the other factor's.
+        factors = torch.cat([_transpose(rows), rows.new_ones(1, len(rows))])
+        product = factors @ grad_inner
+        grad_weight1, grad_bias1 = product[:-1].T.contiguous().float(), product[-1].float()
+        grad_rows = _add_product(grad_residual, grad_inner, weight1).view(shape).to(ctx.dtype)
+        return grad_rows, grad_weight1, grad_bias1, grad_weight2, grad_bias2
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(Q K^T / sqrt(d_k)) V (§3.2.1, Eq. 1) in all heads, out of projections and into what W^O projects.
+
+    `joined` holds queries, keys and values [B, T, H (2 K + V)]; or only the queries, and `memory` the keys and values
+    [B, S, H (K + V)].
+    """
+
+    @staticmethod
+    def forward(ctx, joined, memory, mask, num_heads, d_k, scaling):
+        width = num_heads * d_k
+        keys_values = joined[..., width:] if memory is None else memory
+        d_v = keys_values.shape[-1] // num_heads - d_k
+        output = joined.new_empty(*joined.shape[:2], num_heads * d_v)
+        queries = _heads_first(joined[..., :width], num_heads)
+        keys = _heads_first(keys_values[..., :width], num_heads)
+        values = _heads_first(keys_values[..., width:], num_heads)
+        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scaling)
+        if mask is not None:
+            scores.unflatten(0, (-1, num_heads)).add_(mask)
+        weights = torch.softmax(scores, dim=-1)
+        _heads_last_(output, torch.bmm(weights, values), num_heads)
+        ctx.save_for_backward(queries, keys, values, weights)
+        ctx.shapes = joined.shape, None if memory is None else memory.shape
+        ctx.num_heads, ctx.width, ctx.scaling = num_heads, width, scaling
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows, inner, weight1, weight2 = ctx.saved_tensors
-        grad_inner = torch.ops.aten.threshold_backward(grad @ weight2, inner, 0)
-        return grad_inner @ weight1, grad_inner.T @ rows, grad_inner.sum(0), grad.T @ inner, grad.sum(0)
+        queries, keys, values, weights = ctx.saved_tensors
+        num_heads, width = ctx.num_heads, ctx.width
+        grad_joined = grad.new_empty(ctx.shapes[0])
+        grad_memory = None if ctx.shapes[1] is None else grad.new_empty(ctx.shapes[1])
+        grad_keys_values = grad_joined[..., width:] if grad_memory is None else grad_memory
+        grad_heads = _heads_first(grad, num_heads)
+        _heads_last_(grad_keys_values[..., width:], torch.bmm(weights.transpose(1, 2), grad_heads), num_heads)
+        grad_weights = torch.bmm(grad_heads, values.transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(ctx.scaling)
+        _heads_last_(grad_joined[..., :width], torch.bmm(grad_scores, keys), num_heads)
+        _heads_last_(grad_keys_values[..., :width], torch.bmm(grad_scores.transpose(1, 2), queries), num_heads)
+        return grad_joined, grad_memory, None, None, None, None
+
+
+class _AddAndNorm(torch.autograd.Function):
+    """LayerNorm(x + Dropout(Sublayer(x))) (§3.1, §5.4), given the sub-layer's output and x."""
+
+    @staticmethod
+    def forward(ctx, output, residual, weight, bias, eps, num_dropped):
+        kept, scale = None, 2**16 / (2**16 - num_dropped)
+        if num_dropped > 0:
+            kept = draw_kept(num_dropped, out=torch.empty(output.shape, dtype=torch.int16))
+            # Nothing else has the sub-layer's output, so that its place can be used.
+            _keep_(output, kept)
+        total = torch.add(residual, output, alpha=scale)
+        normed, mean, rstd = torch.native_layer_norm(total, total.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(total, kept, weight, bias, mean, rstd)
+        ctx.scale = scale
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        total, kept, weight, bias, mean, rstd = ctx.saved_tensors
+        grad_total, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad, total, total.shape[-1:], mean, rstd, weight, bias, [True, True, True]
+        )
+        grad_output = grad_total * ctx.scale
+        if kept is not None:
+            _keep_(grad_output, kept)
+        return grad_output, grad_total, grad_weight, grad_bias, None, None
+
+
+def _add_product(grad: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Compute left right + grad in the place of `grad`, which comes from `_AddAndNorm` and which nothing else has."""
+    if grad is None:
+        return left @ right
+    return grad.flatten(0, -2).addmm_(left, right)
+
+
+def _keep_(numbers: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Multiply half-precision numbers by zeros and ones, as integers, which is several times as fast."""
+    numbers.view(torch.int16).mul_(kept)
+    return numbers
+
+
+def _heads_first(columns: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[B, T, H K] to [B H, T, K], row by row."""
+    return columns.unflatten(-1, (num_heads, -1)).transpose(1, 2).contiguous().flatten(0, 1)
+
+
+def _heads_last_(columns: torch.Tensor, heads: torch.Tensor, num_heads: int) -> None:
+    """Write [B H, T, K] to [B, T, H K]."""
+    columns.unflatten(-1, (num_heads, -1)).transpose(1, 2).copy_(heads.unflatten(0, (-1, num_heads)))
+
+
+def _product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Compute left^T right, for matrices [N, A] and [N, B], in float32 after the product."""
+    if left.shape[1] == right.shape[1]:
+        # The copy costs what the product gains.
+        return (left.T @ right).float()
+    if left.shape[1] < right.shape[1]:
+        return (_transpose(left) @ right).float()
+    return (_transpose(right) @ left).T.contiguous().float()
+
+
+def _transpose(matrix: torch.Tensor) -> torch.Tensor:
+    """The transpose, row by row."""
+    transposed = matrix.new_empty(matrix.shape[::-1])
+    for start in range(0, len(matrix), _ROWS_AT_A_TIME):
+        part = slice(start, start + _ROWS_AT_A_TIME)
+        transposed[:, part] = matrix[part].T
+    return transposed
 
 
 def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, relu: bool = False) -> torch.Tensor:

@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 
-# Bounds the memory: 64 MiB of logits in bfloat16, 128 in float32.
-LOGITS_PER_SLICE = 2**25
+# Bounds the memory: 32 MiB of logits in bfloat16, 64 in float32.
+LOGITS_PER_SLICE = 2**24
 
 
 class SmoothedTranslationLoss(nn.Module):
@@ -93,9 +93,9 @@ def smoothed_cross_entropy(
         bias: Added to the logits [1, W], without gradient; or `None`.
         labels: Target ids [N], none of them padding.
         label_smoothing: Epsilon, spread over all W entries.
-        tokens_per_slice: For how many tokens logits exist at a time. `None` means as many as have 2 ** 25 logits, a
-            thousand at a vocabulary of 32,000: adding a slice's share to the gradient of the projection costs as much
-            as passing over the logits of D tokens.
+        tokens_per_slice: For how many tokens logits exist at a time. `None` means as many as have 2 ** 24 logits, 500
+            at a vocabulary of 32,000: adding a slice's share to the gradient of the projection costs as much as a pass
+            over the logits of D tokens.
 
     Returns:
         The summed smoothed loss, and without gradient the summed negative log-likelihood; scalars in float32 or wider.
