@@ -125,7 +125,10 @@ def test_a_reader_of_translations_that_leaves(run_folder, tmp_path, write, start
             process.kill()
             process.wait()
             process.stderr.close()
-    assert (status, err) == (141, "")
+    assert status == 141
+    # Libraries that torch finds installed may have something to say as well.
+    assert "Traceback" not in err
+    assert "pipe" not in err.lower()
 
 
 # Models

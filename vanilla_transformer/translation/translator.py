@@ -147,13 +147,14 @@ class Translator:
             UserError: There is no model of that name, or it cannot be loaded, or an option is wrong.
         """
         check_model_id(model_id)
-        local = Path(model_id).is_dir() or not _hub_answers(str(model_id))
+        source = model_id if Path(model_id).is_dir() else _on_hub(str(model_id))
+        local = Path(source).is_dir()
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         _check_device(device)
         try:
-            model = AutoModelForSeq2SeqLM.from_pretrained(model_id, dtype=dtype, local_files_only=local)
-            tokenizer = AutoTokenizer.from_pretrained(model_id, local_files_only=local)
+            model = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=dtype, local_files_only=local)
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise _cannot_load(model_id, error) from error
         return cls(model.eval().to(device), tokenizer, quantization=quantization, **options)
@@ -405,21 +406,22 @@ def _speaking(tokenizer: PreTrainedTokenizerBase, language: str | None) -> PreTr
     return tokenizer
 
 
-def _hub_answers(name: str) -> bool:
-    """Whether the Hub can be asked for a model; `False` if it cannot, but the model was downloaded before.
+def _on_hub(name: str) -> str | Path:
+    """What to load a model on the Hub from: its name; where the Hub cannot be asked, the folder of its last download.
 
-    `from_pretrained` would ask for every file, and repeat each request that fails for 23 seconds.
+    With its name, `from_pretrained` would ask for every file, and repeat each request that fails for 23 seconds.
     """
     try:
         found = HfApi().file_exists(name, "config.json")
     except Exception as error:
         # What a request raises is the business of the Hub's HTTP library, which changes between releases.
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return False
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
         raise _cannot_load(name, error) from error
     if not found:
         raise _cannot_load(name, "no such folder, and no such model on the Hub")
-    return True
+    return name
 
 
 def _cannot_load(model_id: str | Path, reason: Exception | str) -> UserError:
