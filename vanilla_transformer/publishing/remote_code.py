@@ -1,0 +1,76 @@
+"""What lets a repository run where this package is not installed: its sources, and where they are named.
+
+`register_for_auto_class` would do the same, but changes the classes for the whole process and copies the sources at
+every save from then on.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto import auto_factory, modeling_auto
+
+import vanilla_transformer
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
+from vanilla_transformer.pipeline_vanilla_transformer import CUSTOM_PIPELINES
+from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
+
+
+_PACKAGE = Path(vanilla_transformer.__file__).parent
+# What transformers notes of the place that a tokenizer was loaded from.
+_LOCAL = ("is_local", "local_files_only", "name_or_path", "_name_or_path")
+
+
+def source_files() -> list[Path]:
+    """The sources that a repository needs: those of configuration, model, tokenizer and pipeline."""
+    return sorted(_PACKAGE.glob("*_vanilla_transformer.py"))
+
+
+def published_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Name the classes of configuration, models and pipelines.
+
+    Args:
+        config: What a model's `config.json` holds.
+
+    Returns:
+        What the published one holds.
+    """
+    classes = {"AutoConfig": _name_of(VanillaTransformerConfig), **_model_classes()}
+    config = {name: value for name, value in config.items() if name not in _LOCAL}
+    config["auto_map"] = classes
+    config.pop("custom_pipelines", None)
+    if classes.get("AutoModelForSeq2SeqLM", "").split(".")[-1] in config.get("architectures", ()):
+        config["custom_pipelines"] = CUSTOM_PIPELINES
+    return config
+
+
+def published_tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Name the tokenizer's class, if it is ours, and leave out where it was loaded from.
+
+    Args:
+        config: What `tokenizer_config.json` holds.
+
+    Returns:
+        What the published one holds.
+    """
+    config = {name: value for name, value in config.items() if name not in _LOCAL}
+    if config.get("tokenizer_class") == VanillaTransformerTokenizer.__name__:
+        # The second place is that of a fast tokenizer beside a slow one.
+        config["auto_map"] = {"AutoTokenizer": [_name_of(VanillaTransformerTokenizer), None]}
+    return config
+
+
+def _model_classes() -> dict[str, str]:
+    """The models of the family, by the Auto class that each is registered with."""
+    vanilla_transformer.register()
+    found = {}
+    for name, auto_class in sorted(vars(modeling_auto).items()):
+        if not isinstance(auto_class, type) or not issubclass(auto_class, auto_factory._BaseAutoModelClass):
+            continue
+        mapping = auto_class._model_mapping
+        if mapping is not None and VanillaTransformerConfig in mapping:
+            found[name.removeprefix("_")] = _name_of(mapping[VanillaTransformerConfig])
+    return found
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__.split('.')[-1]}.{kind.__name__}"

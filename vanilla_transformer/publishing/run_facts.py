@@ -1,0 +1,184 @@
+"""The facts that a model's folder and its run's records tell."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.journal import read_journal
+
+from .facts import TestScore, read_json
+
+
+# Points of a curve that a card keeps of each kind.
+_POINTS = 100
+_ARCHITECTURE = (
+    "d_model",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "norm_position",
+    "position_embedding_type",
+    "activation_function",
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "tie_word_embeddings",
+    "vocab_size",
+)
+# Options that say how weights were reached; none of them names a file.
+_OPTIONS = (
+    "tokens_per_update",
+    "tokens_per_batch",
+    "max_length",
+    "warmup_steps",
+    "learning_rate_scale",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "label_smoothing",
+    "max_grad_norm",
+    "bpe_dropout",
+    "ema_decay",
+    "mixed_precision",
+    "seed",
+)
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def find_facts(
+    folder: Path, run: Path | None, weights: list[Path], *, name: str, update: int | None = None
+) -> dict[str, Any]:
+    """Gather what the files say.
+
+    Args:
+        folder: The model's folder.
+        run: Folder of the run that made it, with `run.json`, `options.yaml` and `metrics.jsonl`; `None` if unknown.
+        weights: Its weights, in safetensors.
+        name: Name of the model.
+        update: Number of optimiser steps of the checkpoint that it is; `None` for a run's result.
+
+    Returns:
+        A record for `facts.read_facts`.
+    """
+    config = read_json(folder / "config.json")
+    found: dict[str, Any] = {
+        "name": name,
+        "parameters": sum(_sizes(path) for path in weights),
+        "architecture": {key: config[key] for key in _ARCHITECTURE if config.get(key) is not None},
+    }
+    tokenizer = folder / "tokenizer_config.json"
+    length = read_json(tokenizer).get("model_max_length") if tokenizer.exists() else None
+    # Tokenizers without a length write a number beyond all others.
+    if length is not None and length < 1e9:
+        found["max_source_tokens"] = int(length)
+    if run is not None:
+        _add_run(found, run, update)
+    return found
+
+
+def find_scores(path: Path) -> list[dict[str, Any]]:
+    """The scores of a file that `evaluate --output` or `quickstart` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Records for `facts.read_facts`.
+
+    Raises:
+        UserError: The file holds no scores.
+    """
+    record = read_json(path)
+    if isinstance(record.get("model"), dict):
+        record = record["model"]
+    if "bleu" not in record:
+        raise UserError(f"{path} holds no scores; give a file that `evaluate --output` wrote.")
+    names = TestScore.__dataclass_fields__
+    # The name of the model may be a path.
+    return [{"test_set": path.stem, **{key: value for key, value in record.items() if key in names}}]
+
+
+def records_until(run: Path, update: int | None) -> list[dict[str, Any]]:
+    """What a run measured, up to an update.
+
+    Args:
+        run: The run's folder.
+        update: Number of optimiser steps; `None` for all.
+
+    Returns:
+        The records of `metrics.jsonl`.
+    """
+    path = run / "metrics.jsonl"
+    records = read_journal(path) if path.exists() else []
+    return [record for record in records if update is None or record["update"] <= update]
+
+
+def _add_run(found: dict[str, Any], run: Path, update: int | None) -> None:
+    record = read_json(run / "run.json")
+    options = yaml.safe_load((run / "options.yaml").read_text(encoding="utf-8"))
+    languages = (options.get("source_language"), options.get("target_language"))
+    if languages[0]:
+        found["source_language"] = languages[0]
+    if languages[1]:
+        found["target_languages"] = [languages[1]]
+    train, valid = record["train"], record["valid"]
+    found["text"] = {
+        "dataset": _hub_name(options.get("dataset")),
+        "train_pairs": train.get("pairs_kept"),
+        "dropped_pairs": sum(train["dropped"].values()) if "dropped" in train else None,
+        "valid_pairs": valid.get("pairs_kept") if valid else None,
+    }
+    records = records_until(run, update)
+    steps = [item for item in records if item["kind"] == "train"]
+    seconds = [item.get("seconds") for item in steps]
+    found["training"] = {
+        "updates": update if update is not None else (steps[-1]["update"] if steps else None),
+        "epochs": steps[-1].get("epoch") if steps else None,
+        "averaged": _averaged(options) if update is None else 1,
+        "seconds": round(sum(seconds), 1) if seconds and None not in seconds else None,
+        "device": str(record["device"]).split(":")[0],
+        "processes": record["processes"],
+        "options": {key: options[key] for key in _OPTIONS if options.get(key) is not None},
+        "versions": record["versions"],
+    }
+    found["curve"] = {
+        "train": _points((item["update"], item["nll"]) for item in steps),
+        "valid": _points((item["update"], item["loss"]) for item in records if item["kind"] == "valid"),
+    }
+
+
+def _averaged(options: dict[str, Any]) -> int:
+    names = TrainingOptions.__dataclass_fields__
+    return TrainingOptions(**{key: value for key, value in options.items() if key in names}).num_averaged
+
+
+def _hub_name(dataset: str | None) -> str | None:
+    """The name of a data set, unless it is a folder of this machine."""
+    is_name = dataset is not None and _HUB_NAME.fullmatch(dataset) and not Path(dataset).exists()
+    return dataset if is_name else None
+
+
+def _points(values: Any) -> list[list[float]]:
+    """So many points of a curve, evenly spaced, the last one among them."""
+    points = [[update, round(value, 4)] for update, value in values]
+    step = max(1, math.ceil(len(points) / _POINTS))
+    return points[::-1][::step][::-1]
+
+
+def _sizes(path: Path) -> int:
+    """Number of values in a file of safetensors; tied weights are there once."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, MemoryError) as error:
+        raise UserError(f"{path} cannot be read as safetensors ({error}); use another copy.") from error
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
