@@ -3,15 +3,22 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.texts import check_texts, open_texts
 
 
+if TYPE_CHECKING:
+    from vanilla_transformer.publishing.background import BackgroundPush
+
+
 OPTIONS = TrainingOptions
 # Translations that samples.jsonl keeps of each validation.
 NUM_SAMPLES = 5
+# How long a run that was stopped waits for its last checkpoint to be published.
+STOP_SECONDS = 60.0
 
 
 def run(options: TrainingOptions) -> int:
@@ -31,13 +38,40 @@ def run(options: TrainingOptions) -> int:
         return 0
     from vanilla_transformer.training.engine import train
 
-    result = train(options, _sample_bleu(options))
+    push = _push(options)
+    result = train(options, _sample_bleu(options), None if push is None else push.offer)
     # One of several processes speaks for all.
     if not result.is_complete and os.environ.get("RANK", "0") == "0":
         print(
             f"Stopped after {result.updates:,} updates and saved; continue with --resume.", file=sys.stderr, flush=True
         )
+    if push is not None:
+        try:
+            # Who stops a run wants it to end; what is sent then is a checkpoint that lies on the disk.
+            push.finish(result.output_dir if result.is_complete else None, None if result.is_complete else STOP_SECONDS)
+        except UserError as error:
+            if result.is_complete:
+                raise
+            print(error, file=sys.stderr)
     return 0 if result.interrupted_by is None else 128 + result.interrupted_by
+
+
+def _push(options: TrainingOptions) -> "BackgroundPush | None":
+    """What publishes the run, on its main process."""
+    if options.push_to_hub is None:
+        return None
+    from vanilla_transformer.publishing.background import BackgroundPush
+    from vanilla_transformer.publishing.upload import Destination, Hub
+
+    destination = Destination(repo=options.push_to_hub, private=options.hub_private, revision=options.hub_revision)
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    push = BackgroundPush(Hub(), destination, options.output_dir)
+    push.prepare()
+    return push
 
 
 def _launch(options: TrainingOptions) -> int:

@@ -241,8 +241,6 @@ def _value(hint: Any, value: Any, place: str) -> Any:
             return _value(plain[0], value, place)
         if isinstance(value, tuple(plain)):
             return value
-    elif hasattr(hint, "__dataclass_fields__"):
-        return _record(hint, value, place)
     elif get_origin(hint) is dict and isinstance(value, dict):
         return {name: _value(get_args(hint)[1], item, f"{place}, {name}") for name, item in value.items()}
     elif get_origin(hint) is tuple and isinstance(value, list | tuple):
@@ -250,10 +248,14 @@ def _value(hint: Any, value: Any, place: str) -> Any:
         kinds = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
         if len(kinds) == len(value):
             return tuple(_value(kind, item, place) for kind, item in zip(kinds, value, strict=True))
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return value
-    elif isinstance(value, hint if isinstance(hint, type) else ()) and (hint is bool or not isinstance(value, bool)):
-        return value
+    elif get_origin(hint) is not None:
+        pass
+    elif hasattr(hint, "__dataclass_fields__"):
+        return _record(hint, value, place)
+    elif isinstance(value, int | float if hint is float else hint) and isinstance(value, bool) == (hint is bool):
+        # JSON has neither infinity nor what is not a number, though Python writes them.
+        if not isinstance(value, float) or math.isfinite(value):
+            return value
     raise UserError(f"{place} is {value!r}, which is of another kind than expected; correct it.")
 
 

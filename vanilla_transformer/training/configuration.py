@@ -178,6 +178,12 @@ class TrainingOptions:
         "Where the numbers of metrics.jsonl go too: tensorboard, trackio, wandb, or none; default: tensorboard if it "
         "is installed.",
     )
+    push_to_hub: str | None = option(
+        None,
+        "Publish checkpoints in the background, and the result, in this repository of the Hub, such as user/name.",
+    )
+    hub_private: bool = option(False, "Make that repository private; one that exists must be.")
+    hub_revision: str | None = option(None, "Branch to publish on; made if it does not exist. Default: main.")
     resume: bool = option(False, "Continue the run in OUTPUT_DIR from its newest checkpoint.")
     dry_run: bool = option(False, "Print size, batches, memory and time of the run, and train nothing.")
 
@@ -240,6 +246,9 @@ class TrainingOptions:
             "paper, " + " or ".join(PROVENANCE),
         )
         self._check_trackers()
+        for name in ("hub_private", "hub_revision"):
+            if getattr(self, name) and self.push_to_hub is None:
+                raise UserError(f"--{name} was given without --push_to_hub; name the repository, or leave it out.")
         if self.max_length > self.tokens_per_batch:
             raise UserError(
                 f"--max_length is {self.max_length} and --tokens_per_batch {self.tokens_per_batch}; a batch must hold "
@@ -428,6 +437,9 @@ FREE_ON_RESUME = (
     "num_beams",
     "length_penalty",
     "trackers",
+    "push_to_hub",
+    "hub_private",
+    "hub_revision",
     "resume",
     "dry_run",
 )

@@ -1,0 +1,135 @@
+"""Publishing while a run goes on: in a thread, newest checkpoint first, and never one that is being deleted."""
+
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.training.leases import reading
+
+from .bundle import make_bundle
+from .upload import Destination, Hub, UploadError
+
+
+class BackgroundPush:
+    """Publishes a run's checkpoints, one at a time; of those that wait, only the newest.
+
+    A checkpoint is leased from the moment that it is handed over until it is published or passed over, so that
+    rotation leaves it alone. What fails is reported, and the next checkpoint tried; the run goes on in any case.
+
+    Args:
+        hub: The Hub.
+        destination: Repository and branch.
+        run: Folder of the run.
+        told: Facts that no file of the run holds.
+    """
+
+    def __init__(self, hub: Hub, destination: Destination, run: Path, told: dict[str, Any] | None = None):
+        self._hub = hub
+        self._destination = destination
+        self._run = run
+        self._told = told
+        self._changed = threading.Condition()
+        self._waiting: tuple[Path, ExitStack] | None = None
+        self._is_busy = self._is_over = self._is_prepared = False
+        self.failure: str | None = None
+        # A process whose run is over must not wait for ever for a network.
+        self._thread = threading.Thread(target=self._work, name="push-to-hub", daemon=True)
+        self._thread.start()
+
+    def prepare(self) -> None:
+        """Make the repository; what a token may not do is refused now, a network that is down is reported.
+
+        Raises:
+            UserError: The repository cannot be written.
+        """
+        try:
+            self._hub.prepare(self._destination, attempts=1)
+            self._is_prepared = True
+        except UploadError as error:
+            print(f"--push_to_hub: {error} The run starts; its checkpoints will try again.", file=sys.stderr)
+
+    def offer(self, checkpoint: Path) -> None:
+        """Have a checkpoint published soon, and return at once.
+
+        Args:
+            checkpoint: Folder of a finished checkpoint.
+        """
+        lease = ExitStack()
+        lease.enter_context(reading(checkpoint))
+        with self._changed:
+            passed_over, self._waiting = self._waiting, (checkpoint, lease)
+            self._changed.notify_all()
+        if passed_over is not None:
+            passed_over[1].close()
+
+    def finish(self, result: Path | None, timeout: float | None = None) -> None:
+        """Wait for what is under way, and publish the run's result.
+
+        Args:
+            result: Folder of the result; `None` for a run that was stopped, whose last checkpoint counts.
+            timeout: How many seconds to wait for checkpoints; `None` for as long as it takes.
+
+        Raises:
+            UserError: The result, or the last checkpoint, was not published.
+        """
+        with self._changed:
+            if result is not None and self._waiting is not None:
+                # The result is newer.
+                self._waiting[1].close()
+                self._waiting = None
+            is_done = self._changed.wait_for(lambda: self._waiting is None and not self._is_busy, timeout)
+            self._is_over = True
+            self._changed.notify_all()
+        if not is_done:
+            raise UserError(
+                f"The last checkpoint was not published in {timeout:.0f} seconds; {self._destination.repo} has an "
+                f"earlier one. Continue with --resume, or use `vanilla-transformer publish`."
+            )
+        if result is not None:
+            try:
+                address = self._publish(result, "Result of the run")
+            except UserError as error:
+                raise UserError(
+                    f"The result is in {result}, but was not published: {error} Publish it with `vanilla-transformer "
+                    f"publish {result} --repo {self._destination.repo}`."
+                ) from error
+            print(f"Published as {address}.", file=sys.stderr)
+        elif self.failure is not None:
+            raise UserError(f"The last checkpoint was not published: {self.failure}")
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._is_over)
+                if self._waiting is None:
+                    return
+                (checkpoint, lease), self._waiting = self._waiting, None
+                self._is_busy = True
+            try:
+                with lease:
+                    self._publish(checkpoint, f"Checkpoint {checkpoint.name}")
+                self.failure = None
+            except Exception as error:
+                known = isinstance(error, UserError)
+                self.failure = str(error) if known else f"{type(error).__name__}: {error}"
+                print(f"--push_to_hub failed on {checkpoint}: {self.failure} The run goes on.", file=sys.stderr)
+            finally:
+                with self._changed:
+                    self._is_busy = False
+                    self._changed.notify_all()
+
+    def _publish(self, folder: Path, message: str) -> str:
+        if not self._is_prepared:
+            self._hub.prepare(self._destination)
+            self._is_prepared = True
+        bundle = make_bundle(
+            folder,
+            self._destination.repo,
+            run=self._run,
+            revision=self._destination.revision,
+            told=self._told,
+        )
+        return self._hub.upload(bundle, self._destination, message)
