@@ -75,6 +75,8 @@ class HubServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+        # Another host to the client, as the Hub's storage is: tokens must not go there.
+        self.storage = f"http://localhost:{self._server.server_port}/storage"
 
     def __enter__(self):
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -318,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
             entry = {"oid": item["oid"], "size": item["size"]}
             if item["oid"] not in self.hub.objects:
                 entry["actions"] = {
-                    "upload": {"href": f"{self.hub.url}/storage/{item['oid']}?X-Amz-Signature=signed"},
+                    "upload": {"href": f"{self.hub.storage}/{item['oid']}?X-Amz-Signature=signed"},
                     "verify": {"href": f"{self.hub.url}/api/verify"},
                 }
             objects.append(entry)
@@ -365,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
             return _Answer(200, content, X_Repo_Commit=commit, ETag=f'"{_git_hash(content)}"')
         size = str(len(self.hub.objects[content]))
         return _Answer(
-            302, b"", Location=f"{self.hub.url}/storage/{content}", X_Repo_Commit=commit,
+            302, b"", Location=f"{self.hub.storage}/{content}", X_Repo_Commit=commit,
             X_Linked_ETag=f'"{content}"', X_Linked_Size=size,
         )  # fmt: skip
 

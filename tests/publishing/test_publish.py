@@ -72,7 +72,9 @@ def test_publishing_again_sends_only_what_changed(online, server, call, model):
 def test_private_repositories(online, server, call, refused, model):
     assert call("publish", model, "--repo", "user/secret", "--private")[0] == 0
     assert server.repositories["user/secret"].private
-    assert call("publish", model, "--repo", "user/secret", "--private", "--message", "Again", "--license", "mit")[0] == 0
+    assert (
+        call("publish", model, "--repo", "user/secret", "--private", "--message", "Again", "--license", "mit")[0] == 0
+    )
     assert server.repositories["user/secret"].messages[-1] == "Again"
     assert call("publish", model, "--repo", "user/open")[0] == 0
     before = len(server.requests)
@@ -151,9 +153,9 @@ def test_trouble_that_passes_is_outlived(online, server, call, model, method, pa
     server.fail(method, path, kind, times=2)
     status, _, err = call("publish", model, "--repo", "user/en-de")
     assert status == 0, err
-    assert server.accidents[0].times == 0
+    # One commit, even where the answer to the first was lost: then nothing is left to send again.
+    assert server.accidents[0].times == (1 if (path, kind) == ("/commit/", "cut after") else 0)
     assert online
-    # One commit, even where the answer to the first was lost.
     assert server.repositories["user/en-de"].messages == ["initial commit", "Publish the model"]
     assert server.files("user/en-de")["model.safetensors"] == (model / "model.safetensors").read_bytes()
 

@@ -48,7 +48,9 @@ def run(options: TrainingOptions) -> int:
     if push is not None:
         try:
             # Who stops a run wants it to end; what is sent then is a checkpoint that lies on the disk.
-            push.finish(result.output_dir if result.is_complete else None, None if result.is_complete else STOP_SECONDS)
+            push.finish(
+                result.output_dir if result.is_complete else None, None if result.is_complete else STOP_SECONDS
+            )
         except UserError as error:
             if result.is_complete:
                 raise

@@ -252,10 +252,13 @@ def _value(hint: Any, value: Any, place: str) -> Any:
         pass
     elif hasattr(hint, "__dataclass_fields__"):
         return _record(hint, value, place)
-    elif isinstance(value, int | float if hint is float else hint) and isinstance(value, bool) == (hint is bool):
-        # JSON has neither infinity nor what is not a number, though Python writes them.
-        if not isinstance(value, float) or math.isfinite(value):
-            return value
+    # JSON has neither infinity nor what is not a number, though Python writes them.
+    elif (
+        isinstance(value, int | float if hint is float else hint)
+        and isinstance(value, bool) == (hint is bool)
+        and not (isinstance(value, float) and not math.isfinite(value))
+    ):
+        return value
     raise UserError(f"{place} is {value!r}, which is of another kind than expected; correct it.")
 
 
