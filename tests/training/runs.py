@@ -21,7 +21,7 @@ UPDATES_PER_EPOCH, MAX_UPDATES = 4, 11
 
 
 # What no two runs share.
-MEASURED = ("tokens_per_second", "model_flops_utilization")
+MEASURED = ("tokens_per_second", "model_flops_utilization", "seconds")
 
 
 def train_anew(options: TrainingOptions, evaluation=None):

@@ -1,13 +1,19 @@
 """`evaluate`: translate a test set and score it with BLEU and chrF."""
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vanilla_transformer.training.configuration import option
 
 from .files import check_output_file, read_lines, write_lines
 from .translator import TranslatorOptions, load_translator
+
+
+if TYPE_CHECKING:
+    from vanilla_transformer.translation.translator import Translator
 
 
 @dataclass(kw_only=True)
@@ -18,6 +24,7 @@ class EvaluateOptions(TranslatorOptions):
     references: Path = option(..., "File of references, one a line.")
     tokenize: str = option("13a", "sacreBLEU's tokenisation: 13a, none (text tokenised before), intl, char, zh, ...")
     lowercase: bool = option(False, "Ignore case.")
+    test_set: str | None = option(None, "Name of the test set in the scores; default: that of --source.")
     translations: Path | None = option(None, "File for the translations.")
     output: Path | None = option(None, "File for the scores as JSON; they are printed in any case.")
 
@@ -36,6 +43,7 @@ def run(options: EvaluateOptions) -> int:
     translator = load_translator(options)
     from vanilla_transformer.evaluation import evaluate_model
 
+    started = time.perf_counter()
     scores, translations = evaluate_model(
         translator,
         sources,
@@ -44,10 +52,27 @@ def run(options: EvaluateOptions) -> int:
         lowercase=options.lowercase,
         show_progress=True,
     )
-    record = json.dumps(scores.as_dict() | {"model": options.model}, indent=2)
+    seconds = time.perf_counter() - started
+    about = {"test_set": options.test_set or options.source.stem, **_circumstances(translator), "seconds": seconds}
+    record = json.dumps(scores.as_dict() | about | {"model": options.model}, indent=2)
     if options.translations is not None:
         write_lines(options.translations, translations)
     if options.output is not None:
         write_lines(options.output, [record])
     print(record)
     return 0
+
+
+def _circumstances(translator: "Translator") -> dict[str, Any]:
+    """How and where a translator works."""
+    import torch
+
+    search, device = translator.options, translator.model.device
+    on_gpu = device.type == "cuda"
+    return {
+        "num_beams": search.num_beams,
+        "length_penalty": search.length_penalty,
+        "rules": search.rules,
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "threads": None if on_gpu else torch.get_num_threads(),
+    }

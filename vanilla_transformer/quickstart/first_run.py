@@ -65,7 +65,9 @@ def first_run(options: TrainingOptions, evaluation: Evaluation | None = None) ->
     copy_scores = score(sources, references)
     step = len(sources) // 10
     examples = tuple(zip(sources, references, translations, strict=True))[::step][:10]
-    record = {"model": scores.as_dict(), "copy_of_the_source": copy_scores.as_dict()}
+    search = {"num_beams": translator.options.num_beams, "length_penalty": translator.options.length_penalty}
+    about = {"test_set": "quickstart sample", **search, "rules": translator.options.rules}
+    record = {"model": {**scores.as_dict(), **about}, "copy_of_the_source": copy_scores.as_dict()}
     (result.output_dir / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (result.output_dir / "translations.de").write_text("".join(f"{line}\n" for line in translations), encoding="utf-8")
     return FirstRun(scores, copy_scores, examples, time.perf_counter() - started)

@@ -360,6 +360,7 @@ class TrainingRun:
             "model_flops_utilization": window.flops
             / (window.seconds * self._matrix_rate * self.accelerator.num_processes),
             "fill_rate": window.tokens / window.padded_tokens,
+            "seconds": window.seconds,
         }
         if self.accelerator.scaler is not None:
             record["loss_scale"] = self.accelerator.scaler.get_scale()
