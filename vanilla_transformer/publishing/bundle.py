@@ -15,14 +15,12 @@ from vanilla_transformer import modeling_vanilla_transformer
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
 
-from .card import CARD, PICTURE, has_picture, render
-from .curve import draw
+from .card import CARD, FACTS, card_files
 from .facts import Facts, merged, read_facts, read_json
 from .remote_code import published_config, published_tokenizer_config, source_files
 from .run_facts import find_facts, find_scores, records_until
 
 
-FACTS = "facts.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _INDEX = "model.safetensors.index.json"
 # What tokenizers of transformers save; ours has the first two.
@@ -104,10 +102,7 @@ def make_bundle(
     if run is not None and (records := records_until(run, update)):
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         files["metrics.jsonl"] = lines.encode()
-    files[FACTS] = facts.as_json().encode()
-    files[CARD] = render(facts, place, revision=revision).encode()
-    if has_picture(facts):
-        files[PICTURE] = draw(facts.curve, f"Learning curve of {facts.name}").encode()
+    files |= {name: text.encode() for name, text in card_files(facts, place, revision=revision).items()}
     return Bundle(files, facts)
 
 

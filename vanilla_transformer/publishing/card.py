@@ -1,20 +1,43 @@
 """From facts to a model card: Markdown, with the metadata that the Hub reads."""
 
 import re
+from functools import cache
 from importlib import resources
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from vanilla_transformer.errors import UserError
 
+from .curve import draw
 from .facts import Facts
 
 
 CARD = "README.md"
+FACTS = "facts.json"
 PICTURE = "learning_curve.svg"
 # Languages are two or three letters there; what follows, as in pt_BR, is no language.
 _LANGUAGE = re.compile(r"([a-z]{2,3})(?:[-_].+)?")
+
+
+def card_files(facts: Facts, place: str, *, revision: str | None = None) -> dict[str, str]:
+    """The facts with what is made of them: the card, and the picture in it.
+
+    Args:
+        facts: What is known.
+        place: As for `render`.
+        revision: As for `render`.
+
+    Returns:
+        Texts by the names of their files.
+
+    Raises:
+        UserError: As for `render`.
+    """
+    files = {FACTS: facts.as_json(), CARD: render(facts, place, revision=revision)}
+    if has_picture(facts):
+        files[PICTURE] = draw(facts.curve, f"Learning curve of {facts.name}")
+    return files
 
 
 def render(facts: Facts, place: str, *, revision: str | None = None) -> str:
@@ -31,18 +54,12 @@ def render(facts: Facts, place: str, *, revision: str | None = None) -> str:
     Raises:
         UserError: The facts make metadata that huggingface_hub refuses.
     """
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters |= {"cell": _cell, "decimal": _decimal, "duration": _duration}
-    template = resources.files(__package__) / "card_template.md"
-    languages = _languages(facts)
-    text = environment.from_string(template.read_text(encoding="utf-8")).render(
+    text = _template().render(
         facts=facts,
         metadata=metadata_of(facts).to_yaml(),
         place=place,
         revision="" if revision is None else f', revision="{revision}"',
-        languages=languages,
+        languages=_languages(facts),
         speeds=[score for score in facts.scores if score.seconds],
         picture=PICTURE if has_picture(facts) else None,
     )
@@ -85,6 +102,16 @@ def has_picture(facts: Facts) -> bool:
     """Whether there is a curve to draw."""
     curve = facts.curve
     return curve is not None and max(len(curve.train), len(curve.valid)) > 1
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"cell": _cell, "decimal": _decimal, "duration": _duration}
+    text = (resources.files(__package__) / "card_template.md").read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 def _results(facts: Facts) -> list[EvalResult]:
