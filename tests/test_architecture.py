@@ -120,6 +120,19 @@ def test_only_the_command_line_and_what_starts_it_import_the_command_line():
             assert "cli" not in rooms_of(MODULES[module], module), module
 
 
+def test_publishing_reads_records_and_knows_nothing_of_the_loop():
+    modules = modules_below("publishing")
+    assert len(modules) > 1
+    assert_imports_none(
+        modules, {"cli", "conversion", "data", "evaluation", "quickstart", "translation", "visualization"}
+    )
+    for module in modules:
+        imported = {name for _, name in imports_of(MODULES[module], module)}
+        assert not any(name.startswith(f"{NAME}.training.engine") for name in imported), module
+    for module in modules_below("training", "translation", "data"):
+        assert "publishing" not in rooms_of(MODULES[module], module), module
+
+
 def test_scripts_only_call_the_command_line():
     scripts = PACKAGE.parent / "scripts"
     for name in ("train.py", "evaluate.py"):
