@@ -22,7 +22,7 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -71,6 +71,20 @@ def translation_loss(
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Select the positions whose logits are wanted, before the projection to the vocabulary.
+
+    Args:
+        hidden_states: [B, T, D].
+        logits_to_keep: The last so many positions, or their indices [N]; 0 keeps all.
+
+    Returns:
+        Hidden states [B, N, D].
+    """
+    positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    return hidden_states[:, positions]
 
 
 def eager_attention_forward(
@@ -810,7 +824,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(keep_positions(outputs.last_hidden_state, logits_to_keep))
         if self.final_logits_bias is not None:
             logits = logits + self.final_logits_bias
         return Seq2SeqLMOutput(
