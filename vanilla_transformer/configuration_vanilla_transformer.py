@@ -72,7 +72,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     """
 
     model_type = "vanilla_transformer"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
@@ -114,31 +114,6 @@ class VanillaTransformerConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     decoder_start_token_id: int | None = 1
-
-    base_model_tp_plan = {  # noqa: RUF012
-        "encoder.layers.*.self_attn.q_proj": "colwise",
-        "encoder.layers.*.self_attn.k_proj": "colwise",
-        "encoder.layers.*.self_attn.v_proj": "colwise",
-        "encoder.layers.*.self_attn.out_proj": "rowwise",
-        "encoder.layers.*.fc1": "colwise",
-        "encoder.layers.*.fc2": "rowwise",
-        "decoder.layers.*.self_attn.q_proj": "colwise",
-        "decoder.layers.*.self_attn.k_proj": "colwise",
-        "decoder.layers.*.self_attn.v_proj": "colwise",
-        "decoder.layers.*.self_attn.out_proj": "rowwise",
-        "decoder.layers.*.encoder_attn.q_proj": "colwise",
-        "decoder.layers.*.encoder_attn.k_proj": "colwise",
-        "decoder.layers.*.encoder_attn.v_proj": "colwise",
-        "decoder.layers.*.encoder_attn.out_proj": "rowwise",
-        "decoder.layers.*.fc1": "colwise",
-        "decoder.layers.*.fc2": "rowwise",
-    }
-    base_model_pp_plan = {  # noqa: RUF012
-        "encoder.embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "encoder.layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "decoder.embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "decoder.layers": (["hidden_states", "attention_mask", "encoder_hidden_states"], ["hidden_states"]),
-    }
 
     def __post_init__(self, **kwargs):
         # `get_text_config(decoder=True)` writes this value into `vocab_size`, which cannot be None.

@@ -386,6 +386,15 @@ class VanillaTransformerLearnedPositions(nn.Embedding):
         return super().forward(position_ids).to(dtype)
 
 
+def _sharded(*blocks: str) -> dict[str, str]:
+    """Tensor-parallel plan of a stack: heads and inner units are divided among the processes."""
+    plan = {"layers.*.fc1": "colwise", "layers.*.fc2": "rowwise"}
+    for block in blocks:
+        plan |= {f"layers.*.{block}.{part}_proj": "colwise" for part in "qkv"}
+        plan[f"layers.*.{block}.out_proj"] = "rowwise"
+    return plan
+
+
 def _config_as(config: VanillaTransformerConfig, *, encoder: bool, decoder: bool) -> VanillaTransformerConfig:
     """The configuration of a model with these stacks: `config` itself, or a copy where it is that of other stacks."""
     wanted = {"is_encoder_decoder": encoder and decoder, "is_decoder": decoder and not encoder}
@@ -525,6 +534,11 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
 class VanillaTransformerEncoder(VanillaTransformerStack):
     """The stack of encoder layers (§3.1)."""
 
+    _tp_plan = _sharded("self_attn")
+    _pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+    }
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": VanillaTransformerEncoderLayer,
         "attentions": OutputRecorder(VanillaTransformerSelfAttention, index=1),
@@ -571,6 +585,11 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
 class VanillaTransformerDecoder(VanillaTransformerStack):
     """The stack of decoder layers (§3.1)."""
 
+    _tp_plan = _sharded("self_attn", "encoder_attn")
+    _pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask", "encoder_hidden_states"], ["hidden_states"]),
+    }
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": VanillaTransformerDecoderLayer,
         "attentions": OutputRecorder(VanillaTransformerSelfAttention, index=1, layer_name="self_attn"),
@@ -581,6 +600,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         super().__init__(config, vocab_size=config.decoder_vocab_size)
         self.layers = nn.ModuleList([VanillaTransformerDecoderLayer(config, i) for i in range(config.decoder_layers)])
         self.post_init()
+        if not config.is_encoder_decoder:
+            self._tp_plan = {name: how for name, how in self._tp_plan.items() if "encoder_attn" not in name}
 
     @merge_with_config_defaults
     @capture_outputs
@@ -613,9 +634,10 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             The last layer's hidden states [B, T, D], the cache and what was asked for.
         """
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            # Without the configuration, which a cache would copy: torch 2.11 cannot compile that.
+            past_key_values = DynamicCache()
             if self.config.is_encoder_decoder:
-                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
         num_past_positions = past_key_values.get_seq_length() if past_key_values is not None else 0
         hidden_states, inputs_embeds, position_ids = self.embed(
             input_ids, inputs_embeds, position_ids, num_past_positions
@@ -977,7 +999,6 @@ class VanillaTransformerForCausalLM(VanillaTransformerLanguageModel, GenerationM
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        shift_labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
@@ -993,14 +1014,16 @@ class VanillaTransformerForCausalLM(VanillaTransformerLanguageModel, GenerationM
             inputs_embeds: Scaled token embeddings [B, T, D].
             labels: Ids [B, T], normally `input_ids`: position t is scored against label t + 1. -100 for no loss.
             num_items_in_batch: Number of tokens that divides the summed loss; `None` means this batch's.
-            shift_labels: Labels [B, T] that position t is scored against as they stand, in the place of `labels`.
             use_cache: Whether to return the cache.
             logits_to_keep: Compute only the last so many positions' logits, or those at these indices; 0 means all.
-            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like; `shift_labels` are labels
+                [B, T] that position t is scored against as they stand, in the place of `labels`.
 
         Returns:
             Logits [B, T, W], the loss when there are labels, the cache and what was asked for.
         """
+        # `Trainer` takes every parameter with "label" in its name for a column that evaluation data must have.
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
