@@ -14,7 +14,13 @@ _HOMES = {
     "TranslationPipeline": "pipeline_vanilla_transformer",
     "Translator": "translation.translator",
     "VanillaTransformerConfig": "configuration_vanilla_transformer",
+    "VanillaTransformerEncoderModel": "modeling_vanilla_transformer",
+    "VanillaTransformerForCausalLM": "modeling_vanilla_transformer",
     "VanillaTransformerForConditionalGeneration": "modeling_vanilla_transformer",
+    "VanillaTransformerForMaskedLM": "modeling_vanilla_transformer",
+    "VanillaTransformerForQuestionAnswering": "modeling_vanilla_transformer",
+    "VanillaTransformerForSequenceClassification": "modeling_vanilla_transformer",
+    "VanillaTransformerForTokenClassification": "modeling_vanilla_transformer",
     "VanillaTransformerModel": "modeling_vanilla_transformer",
     "VanillaTransformerTokenizer": "tokenization_vanilla_transformer",
     "paper_beam_search": "translation.generation",
@@ -25,19 +31,28 @@ __all__ = [*_HOMES]
 
 def register() -> None:
     """Register configuration, models and tokenizer with the Auto classes; a second call does nothing."""
-    from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from . import modeling_vanilla_transformer as modeling
     from .configuration_vanilla_transformer import VanillaTransformerConfig
-    from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerModel
     from .tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
     if VanillaTransformerConfig.model_type in CONFIG_MAPPING:
         return
-    AutoConfig.register(VanillaTransformerConfig.model_type, VanillaTransformerConfig)
-    AutoModel.register(VanillaTransformerConfig, VanillaTransformerModel)
-    AutoModelForSeq2SeqLM.register(VanillaTransformerConfig, VanillaTransformerForConditionalGeneration)
-    AutoTokenizer.register(VanillaTransformerConfig, tokenizer_class=VanillaTransformerTokenizer)
+    transformers.AutoConfig.register(VanillaTransformerConfig.model_type, VanillaTransformerConfig)
+    for auto_class, model_class in (
+        ("AutoModel", "VanillaTransformerModel"),
+        ("AutoModelForCausalLM", "VanillaTransformerForCausalLM"),
+        ("AutoModelForMaskedLM", "VanillaTransformerForMaskedLM"),
+        ("AutoModelForQuestionAnswering", "VanillaTransformerForQuestionAnswering"),
+        ("AutoModelForSeq2SeqLM", "VanillaTransformerForConditionalGeneration"),
+        ("AutoModelForSequenceClassification", "VanillaTransformerForSequenceClassification"),
+        ("AutoModelForTextEncoding", "VanillaTransformerEncoderModel"),
+        ("AutoModelForTokenClassification", "VanillaTransformerForTokenClassification"),
+    ):
+        getattr(transformers, auto_class).register(VanillaTransformerConfig, getattr(modeling, model_class))
+    transformers.AutoTokenizer.register(VanillaTransformerConfig, tokenizer_class=VanillaTransformerTokenizer)
 
 
 def __getattr__(name: str) -> object:

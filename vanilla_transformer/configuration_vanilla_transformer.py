@@ -1,5 +1,6 @@
 """Hyper-parameters of the Transformer of Vaswani et al. (2017), "Attention Is All You Need"."""
 
+import copy
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -33,6 +34,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         attention_dropout: Dropout probability on the attention weights, in [0, 1). The paper has none; tensor2tensor
             added it later.
         activation_dropout: Dropout probability after the feed-forward activation, in [0, 1). As above.
+        classifier_dropout: Dropout probability before the linear maps that classify texts or tokens, in [0, 1).
         position_embedding_type: `sinusoidal` (§3.5), for which no length limit exists, or `learned` (Table 3, row E).
         sinusoidal_layout: `interleaved` puts sin and cos in even and odd channels, as printed; `concatenated` puts all
             sines before all cosines (tensor2tensor, fairseq, Marian).
@@ -50,8 +52,8 @@ class VanillaTransformerConfig(PreTrainedConfig):
         init_std: Standard deviation of the embeddings' initial values; `None` means $d_{model}^{-0.5}$
             (tensor2tensor). Matrices are Xavier-uniform.
         use_cache: Whether decoding keeps keys and values of past positions.
-        is_encoder_decoder: Whether the model has both stacks.
-        is_decoder: Whether the model is a decoder alone.
+        is_encoder_decoder: Whether the model has both stacks; each model class sets it.
+        is_decoder: Whether the model is a decoder alone; each model class sets it.
         pad_token_id: Id of `<pad>`.
         bos_token_id: Id of `<s>`.
         eos_token_id: Id of `</s>`, which ends sources and targets, or a list of ids that end targets.
@@ -70,7 +72,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     """
 
     model_type = "vanilla_transformer"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
@@ -92,6 +94,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.0
     activation_dropout: float | int = 0.0
+    classifier_dropout: float | int = 0.0
     position_embedding_type: Literal["sinusoidal", "learned"] = "sinusoidal"
     sinusoidal_layout: Literal["interleaved", "concatenated"] = "interleaved"
     sinusoidal_exponent: Literal["paper", "tensor2tensor"] = "paper"
@@ -117,6 +120,24 @@ class VanillaTransformerConfig(PreTrainedConfig):
         if self.decoder_vocab_size is None or self.share_encoder_decoder_embeddings:
             self.decoder_vocab_size = self.vocab_size
         super().__post_init__(**kwargs)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """This configuration, or a view of one stack whose sizes then stand under the general names.
+
+        Args:
+            decoder: Whether the decoder's view is asked for.
+            encoder: Whether the encoder's view is asked for.
+
+        Returns:
+            The view; `num_hidden_layers` of a decoder alone is the number of its layers, by which caches are built.
+        """
+        if not (decoder and not encoder and self.is_decoder):
+            return super().get_text_config(decoder=decoder, encoder=encoder)
+        view = copy.deepcopy(self)
+        view.encoder_layers = self.decoder_layers
+        view.encoder_attention_heads = self.decoder_attention_heads
+        view.vocab_size = self.decoder_vocab_size
+        return view
 
     def validate_architecture(self) -> None:
         """Check that the values fit together; called once all fields are set.
@@ -164,7 +185,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
                     f"`d_model` ({self.d_model}) must be at least 4 for the tensor2tensor exponent, which divides by "
                     "d_model / 2 - 1; use 4 or more."
                 )
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
+        for name in ("dropout", "attention_dropout", "activation_dropout", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 0 and below 1.")
         if not self.layer_norm_eps > 0.0:

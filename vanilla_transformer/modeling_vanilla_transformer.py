@@ -6,6 +6,7 @@ both), D d_model, H heads, K width of a query or key, V width of a value, F d_ff
 Parameter names are those of BART and Marian.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -19,10 +20,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -47,10 +53,10 @@ def shift_tokens_right(labels: torch.Tensor, *, pad_token_id: int, decoder_start
     return shifted.masked_fill(shifted == -100, pad_token_id)
 
 
-def translation_loss(
+def token_loss(
     logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Cross-entropy of the target tokens, without label smoothing, so that it compares across training options.
+    """Cross-entropy of tokens or of their classes, without label smoothing, so that it compares across trainings.
 
     Args:
         logits: [B, T, W], position t scoring label t (nothing is shifted here).
@@ -71,6 +77,20 @@ def translation_loss(
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """Select the positions whose logits are wanted, before the projection to the vocabulary.
+
+    Args:
+        hidden_states: [B, T, D].
+        logits_to_keep: The last so many positions, or their indices [N]; 0 keeps all.
+
+    Returns:
+        Hidden states [B, N, D].
+    """
+    positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    return hidden_states[:, positions]
 
 
 def eager_attention_forward(
@@ -139,8 +159,12 @@ class VanillaTransformerAttention(nn.Module):
 
     def project(self, hidden_states: torch.Tensor, *projections: nn.Linear) -> list[torch.Tensor]:
         """Project hidden states [B, T, D] to queries, keys or values, each split into heads [B, H, T, K or V]."""
+        # Counted by width: under tensor parallelism a process has some of the heads.
         return [
-            projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for projection in projections
+            projection(hidden_states)
+            .unflatten(-1, (-1, self.d_v if projection is self.v_proj else self.d_k))
+            .transpose(1, 2)
+            for projection in projections
         ]
 
     def attend(
@@ -273,17 +297,22 @@ class VanillaTransformerEncoderLayer(VanillaTransformerLayer):
 
 
 class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
-    """Causal self-attention, attention to the encoder, then the feed-forward network (§3.1, Figure 1, right)."""
+    """Causal self-attention, attention to the encoder, then the feed-forward network (§3.1, Figure 1, right).
+
+    A decoder without an encoder has no attention to it.
+    """
 
     def __init__(self, config: VanillaTransformerConfig, layer_idx: int):
         super().__init__(config, ffn_dim=config.decoder_ffn_dim)
         self.self_attn = VanillaTransformerSelfAttention(
             config, num_heads=config.decoder_attention_heads, is_causal=True, layer_idx=layer_idx
         )
-        self.encoder_attn = VanillaTransformerCrossAttention(
-            config, num_heads=config.decoder_attention_heads, is_causal=False, layer_idx=layer_idx
-        )
-        self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.encoder_attn = None
+        if config.is_encoder_decoder:
+            self.encoder_attn = VanillaTransformerCrossAttention(
+                config, num_heads=config.decoder_attention_heads, is_causal=False, layer_idx=layer_idx
+            )
+            self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
 
     def forward(
         self,
@@ -305,7 +334,8 @@ class VanillaTransformerDecoderLayer(VanillaTransformerLayer):
             ]
 
         hidden_states = self.sublayer(hidden_states, self.self_attn_layer_norm, attend)
-        hidden_states = self.sublayer(hidden_states, self.encoder_attn_layer_norm, attend_to_encoder)
+        if self.encoder_attn is not None:
+            hidden_states = self.sublayer(hidden_states, self.encoder_attn_layer_norm, attend_to_encoder)
         return self.sublayer(hidden_states, self.final_layer_norm, self.feed_forward)
 
 
@@ -356,6 +386,26 @@ class VanillaTransformerLearnedPositions(nn.Embedding):
         return super().forward(position_ids).to(dtype)
 
 
+def _sharded(*blocks: str) -> dict[str, str]:
+    """Tensor-parallel plan of a stack: heads and inner units are divided among the processes."""
+    plan = {"layers.*.fc1": "colwise", "layers.*.fc2": "rowwise"}
+    for block in blocks:
+        plan |= {f"layers.*.{block}.{part}_proj": "colwise" for part in "qkv"}
+        plan[f"layers.*.{block}.out_proj"] = "rowwise"
+    return plan
+
+
+def _config_as(config: VanillaTransformerConfig, *, encoder: bool, decoder: bool) -> VanillaTransformerConfig:
+    """The configuration of a model with these stacks: `config` itself, or a copy where it is that of other stacks."""
+    wanted = {"is_encoder_decoder": encoder and decoder, "is_decoder": decoder and not encoder}
+    if all(getattr(config, name) == value for name, value in wanted.items()):
+        return config
+    config = copy.deepcopy(config)
+    for name, value in wanted.items():
+        setattr(config, name, value)
+    return config
+
+
 class VanillaTransformerPreTrainedModel(PreTrainedModel):
     """What every model of the family shares: initialisation and what the library needs to know."""
 
@@ -365,13 +415,16 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["VanillaTransformerEncoderLayer", "VanillaTransformerDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
     _can_compile_fullgraph = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Xavier-uniform matrices and N(0, d_model^-0.5) embeddings, as the authors' code of June 2017 has them."""
         std = self.config.d_model**-0.5 if self.config.init_std is None else self.config.init_std
-        if module is getattr(self, "lm_head", None):
+        if module is getattr(self, "lm_head", None) or module is getattr(self, "masked_lm_head", None):
             # An output projection that is not tied starts like the embedding that it replaces.
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, nn.Linear):
@@ -389,7 +442,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, VanillaTransformerForConditionalGeneration) and module.final_logits_bias is not None:
+        elif getattr(module, "final_logits_bias", None) is not None:
             init.zeros_(module.final_logits_bias)
 
     def resize_token_embeddings(
@@ -481,6 +534,11 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
 class VanillaTransformerEncoder(VanillaTransformerStack):
     """The stack of encoder layers (§3.1)."""
 
+    _tp_plan = _sharded("self_attn")
+    _pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+    }
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": VanillaTransformerEncoderLayer,
         "attentions": OutputRecorder(VanillaTransformerSelfAttention, index=1),
@@ -527,6 +585,11 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
 class VanillaTransformerDecoder(VanillaTransformerStack):
     """The stack of decoder layers (§3.1)."""
 
+    _tp_plan = _sharded("self_attn", "encoder_attn")
+    _pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask", "encoder_hidden_states"], ["hidden_states"]),
+    }
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": VanillaTransformerDecoderLayer,
         "attentions": OutputRecorder(VanillaTransformerSelfAttention, index=1, layer_name="self_attn"),
@@ -537,6 +600,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         super().__init__(config, vocab_size=config.decoder_vocab_size)
         self.layers = nn.ModuleList([VanillaTransformerDecoderLayer(config, i) for i in range(config.decoder_layers)])
         self.post_init()
+        if not config.is_encoder_decoder:
+            self._tp_plan = {name: how for name, how in self._tp_plan.items() if "encoder_attn" not in name}
 
     @merge_with_config_defaults
     @capture_outputs
@@ -552,12 +617,12 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Decode target positions, each seeing those up to it and the whole source.
+        """Decode target positions, each seeing those up to it and the whole source, where there is one.
 
         Args:
             input_ids: Target ids [B, T], shifted right; or pass `inputs_embeds`.
             attention_mask: [B, past + T], 1 for tokens and 0 for padding; `None` means no padding.
-            encoder_hidden_states: The encoder's output [B, S, D].
+            encoder_hidden_states: The encoder's output [B, S, D]; `None` for a decoder without an encoder.
             encoder_attention_mask: [B, S], as the encoder had it.
             past_key_values: Keys and values of earlier positions, and of the source once it was seen.
             inputs_embeds: Scaled token embeddings [B, T, D].
@@ -569,7 +634,10 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             The last layer's hidden states [B, T, D], the cache and what was asked for.
         """
         if use_cache and past_key_values is None:
-            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+            # Without the configuration, which a cache would copy: torch 2.11 cannot compile that.
+            past_key_values = DynamicCache()
+            if self.config.is_encoder_decoder:
+                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
         num_past_positions = past_key_values.get_seq_length() if past_key_values is not None else 0
         hidden_states, inputs_embeds, position_ids = self.embed(
             input_ids, inputs_embeds, position_ids, num_past_positions
@@ -585,12 +653,13 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             ),
             position_ids=position_ids,
         )
-        encoder_attention_mask = create_bidirectional_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=encoder_attention_mask,
-            encoder_hidden_states=encoder_hidden_states,
-        )
+        if encoder_hidden_states is not None:
+            encoder_attention_mask = create_bidirectional_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+            )
         for layer in self.layers:
             # Positional, or re-entrant checkpointing loses the gradients of both.
             hidden_states = layer(
@@ -608,38 +677,50 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
         )
 
 
-class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
-    """Encoder and decoder, without the output projection (§3.1, Figure 1)."""
+class VanillaTransformerBaseModel(VanillaTransformerPreTrainedModel):
+    """One stack or both over their token embeddings, which have the same names whatever else the model has."""
 
-    _tied_weights_keys = {  # noqa: RUF012
-        "encoder.embed_tokens.weight": "shared.weight",
-        "decoder.embed_tokens.weight": "shared.weight",
-    }
+    _stacks: tuple[str, ...]
 
     def __init__(self, config: VanillaTransformerConfig):
+        config = _config_as(config, encoder="encoder" in self._stacks, decoder="decoder" in self._stacks)
         super().__init__(config)
         if config.share_encoder_decoder_embeddings:
             self.shared = VanillaTransformerScaledEmbedding(config, config.vocab_size)
-        self.encoder = VanillaTransformerEncoder(config)
-        self.decoder = VanillaTransformerDecoder(config)
+        for name, stack in (("encoder", VanillaTransformerEncoder), ("decoder", VanillaTransformerDecoder)):
+            if name in self._stacks:
+                setattr(self, name, stack(config))
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Ties of the two embeddings. The library's rule would undo them with the tie of the output projection."""
+        """Ties of the embeddings. The library's rule would undo them with the tie of the output projection."""
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return dict(self._tied_weights_keys) if self.config.share_encoder_decoder_embeddings else {}
 
     def get_input_embeddings(self) -> nn.Module:
-        """Token embeddings of the encoder, which are the decoder's too unless their tie is undone."""
-        return self.shared if self.config.share_encoder_decoder_embeddings else self.encoder.embed_tokens
+        """Token embeddings of the first stack, which are the other's too unless their tie is undone."""
+        if self.config.share_encoder_decoder_embeddings:
+            return self.shared
+        return getattr(self, self._stacks[0]).embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embeddings: both where they are shared, else the encoder's."""
+        """Replace the token embeddings: of all stacks where they are shared, else the first one's."""
+        getattr(self, self._stacks[0]).embed_tokens = value
         if self.config.share_encoder_decoder_embeddings:
             self.shared = value
-            self.decoder.embed_tokens = value
-        self.encoder.embed_tokens = value
+            for name in self._stacks:
+                getattr(self, name).embed_tokens = value
+
+
+class VanillaTransformerModel(VanillaTransformerBaseModel):
+    """Encoder and decoder, without the output projection (§3.1, Figure 1)."""
+
+    _stacks = ("encoder", "decoder")
+    _tied_weights_keys = {  # noqa: RUF012
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+    }
 
     @can_return_tuple
     def forward(
@@ -703,14 +784,74 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         )
 
 
-class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedModel, GenerationMixin):
-    """The translation model: encoder, decoder and the projection to the vocabulary (§3.1, §3.4)."""
+class VanillaTransformerEncoderModel(VanillaTransformerBaseModel):
+    """The encoder alone, as it is in the translation model."""
+
+    _stacks = ("encoder",)
+    _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}  # noqa: RUF012
+    # What else a translation model has.
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?decoder\.", r"^lm_head\.", r"^final_logits_bias$"]  # noqa: RUF012
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        """Encode texts; arguments and result are those of `VanillaTransformerEncoder`."""
+        return self.encoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            **kwargs,
+        )
+
+
+class VanillaTransformerDecoderModel(VanillaTransformerBaseModel):
+    """The decoder alone, as it is in the translation model but for the attention to the encoder."""
+
+    _stacks = ("decoder",)
+    _tied_weights_keys = {"decoder.embed_tokens.weight": "shared.weight"}  # noqa: RUF012
+    # What else a translation model has.
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?encoder\.", r"\.encoder_attn(_layer_norm)?\."]  # noqa: RUF012
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Continue texts; arguments and result are those of `VanillaTransformerDecoder`."""
+        return self.decoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+
+class VanillaTransformerLanguageModel(VanillaTransformerPreTrainedModel):
+    """A decoder, with or without an encoder, and its projection to the vocabulary (§3.4)."""
 
     _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
 
-    def __init__(self, config: VanillaTransformerConfig):
-        super().__init__(config)
-        self.model = VanillaTransformerModel(config)
+    def __init__(self, config: VanillaTransformerConfig, model: VanillaTransformerBaseModel):
+        super().__init__(model.config)
+        self.model = model
         self.lm_head = nn.Linear(config.d_model, config.decoder_vocab_size, bias=False)
         self.final_logits_bias = (
             nn.Buffer(torch.zeros(1, config.decoder_vocab_size)) if config.final_logits_bias else None
@@ -749,6 +890,18 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
             resized[:, :kept] = self.final_logits_bias[:, :kept]
             self.final_logits_bias = nn.Buffer(resized)
         return embeddings
+
+    def score(self, hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+        """Project the wanted positions of the decoder's hidden states [B, T, D] to logits [B, N, W]."""
+        logits = self.lm_head(keep_positions(hidden_states, logits_to_keep))
+        return logits if self.final_logits_bias is None else logits + self.final_logits_bias
+
+
+class VanillaTransformerForConditionalGeneration(VanillaTransformerLanguageModel, GenerationMixin):
+    """The translation model: encoder, decoder and the projection to the vocabulary (§3.1, §3.4)."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config, VanillaTransformerModel(config))
 
     @can_return_tuple
     def forward(
@@ -810,11 +963,9 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        if self.final_logits_bias is not None:
-            logits = logits + self.final_logits_bias
+        logits = self.score(outputs.last_hidden_state, logits_to_keep)
         return Seq2SeqLMOutput(
-            loss=None if labels is None else translation_loss(logits, labels, num_items_in_batch),
+            loss=None if labels is None else token_loss(logits, labels, num_items_in_batch),
             logits=logits,
             past_key_values=outputs.past_key_values,
             decoder_hidden_states=outputs.decoder_hidden_states,
@@ -832,8 +983,323 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         )
 
 
+class VanillaTransformerForCausalLM(VanillaTransformerLanguageModel, GenerationMixin):
+    """A language model: the decoder without an encoder, and the projection to the vocabulary."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        super().__init__(config, VanillaTransformerDecoderModel(config))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Score every next token, and compute the loss when `labels` are given.
+
+        Args:
+            input_ids: Ids [B, T]; or pass `inputs_embeds`.
+            attention_mask: [B, past + T], 1 for tokens and 0 for padding.
+            position_ids: [B, T], from 0 on at each text's first token, which matters where padding is on the left;
+                `None` counts on from the cache's length.
+            past_key_values: The cache.
+            inputs_embeds: Scaled token embeddings [B, T, D].
+            labels: Ids [B, T], normally `input_ids`: position t is scored against label t + 1. -100 for no loss.
+            num_items_in_batch: Number of tokens that divides the summed loss; `None` means this batch's.
+            use_cache: Whether to return the cache.
+            logits_to_keep: Compute only the last so many positions' logits, or those at these indices; 0 means all.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like; `shift_labels` are labels
+                [B, T] that position t is scored against as they stand, in the place of `labels`.
+
+        Returns:
+            Logits [B, T, W], the loss when there are labels, the cache and what was asked for.
+        """
+        # `Trainer` takes every parameter with "label" in its name for a column that evaluation data must have.
+        shift_labels = kwargs.pop("shift_labels", None)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state, logits_to_keep)
+        if shift_labels is None and labels is not None:
+            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        return CausalLMOutputWithPast(
+            loss=None if shift_labels is None else token_loss(logits, shift_labels, num_items_in_batch),
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class VanillaTransformerForMaskedLM(VanillaTransformerPreTrainedModel):
+    """The encoder with a projection to its vocabulary, which tells the tokens behind `<mask>`."""
+
+    # Not `lm_head`: that of a translation model reads the decoder's states, and may have another vocabulary.
+    _tied_weights_keys = {"masked_lm_head.weight": "model.shared.weight"}  # noqa: RUF012
+    _tp_plan = {"masked_lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"masked_lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+
+    def __init__(self, config: VanillaTransformerConfig):
+        model = VanillaTransformerEncoderModel(config)
+        super().__init__(model.config)
+        self.model = model
+        self.masked_lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Tie of the output projection to the embedding."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        if not self.config.tie_word_embeddings:
+            return {}
+        source = "shared" if self.config.share_encoder_decoder_embeddings else "encoder.embed_tokens"
+        return {"masked_lm_head.weight": f"model.{source}.weight"}
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The projection to the vocabulary."""
+        return self.masked_lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the projection to the vocabulary."""
+        self.masked_lm_head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """Score the token of every position, and compute the loss when `labels` are given.
+
+        Args:
+            input_ids: Ids [B, S]; or pass `inputs_embeds`.
+            attention_mask: [B, S], 1 for tokens and 0 for padding.
+            inputs_embeds: Scaled token embeddings [B, S, D].
+            position_ids: [B, S]; `None` counts from the left.
+            labels: Ids [B, S] of the tokens that were hidden; -100 where there is no loss.
+            num_items_in_batch: Number of labels that divides the summed loss; `None` means this batch's.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            Logits [B, S, W], the loss when there are labels, and what was asked for.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        logits = self.masked_lm_head(outputs.last_hidden_state)
+        return MaskedLMOutput(
+            loss=None if labels is None else token_loss(logits, labels, num_items_in_batch),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class VanillaTransformerForSequenceClassification(VanillaTransformerPreTrainedModel):
+    """The encoder with a linear map from the mean of its hidden states to the classes of a text, or to a number."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        model = VanillaTransformerEncoderModel(config)
+        super().__init__(model.config)
+        self.num_labels = config.num_labels
+        self.model = model
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Classify texts, and compute the loss when `labels` are given.
+
+        Args:
+            input_ids: Ids [B, S]; or pass `inputs_embeds`.
+            attention_mask: [B, S], 1 for tokens and 0 for padding, which the mean leaves out.
+            inputs_embeds: Scaled token embeddings [B, S, D].
+            position_ids: [B, S]; `None` counts from the left.
+            labels: Classes [B], or what `problem_type` of the configuration asks for: numbers [B] or [B, C] for
+                `regression`, zeros and ones [B, C] for `multi_label_classification`.
+            num_items_in_batch: Number of texts that divides the summed loss of `single_label_classification`.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            Logits [B, C], the loss when there are labels, and what was asked for.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if attention_mask is None:
+            mean = hidden_states.mean(dim=1)
+        else:
+            weights = attention_mask.to(hidden_states.dtype).unsqueeze(-1)
+            mean = (hidden_states * weights).sum(dim=1) / weights.sum(dim=1)
+        logits = self.classifier(self.dropout(mean))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=num_items_in_batch
+            )
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class VanillaTransformerForTokenClassification(VanillaTransformerPreTrainedModel):
+    """The encoder with a linear map from each hidden state to the classes of a token."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        model = VanillaTransformerEncoderModel(config)
+        super().__init__(model.config)
+        self.num_labels = config.num_labels
+        self.model = model
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """Classify tokens, and compute the loss when `labels` are given.
+
+        Args:
+            input_ids: Ids [B, S]; or pass `inputs_embeds`.
+            attention_mask: [B, S], 1 for tokens and 0 for padding.
+            inputs_embeds: Scaled token embeddings [B, S, D].
+            position_ids: [B, S]; `None` counts from the left.
+            labels: Classes [B, S]; -100 where there is no loss.
+            num_items_in_batch: Number of labels that divides the summed loss; `None` means this batch's.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            Logits [B, S, C], the loss when there are labels, and what was asked for.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        return TokenClassifierOutput(
+            loss=None if labels is None else token_loss(logits, labels, num_items_in_batch),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class VanillaTransformerForQuestionAnswering(VanillaTransformerPreTrainedModel):
+    """The encoder with a linear map from each hidden state to the scores that an answer starts or ends there."""
+
+    def __init__(self, config: VanillaTransformerConfig):
+        model = VanillaTransformerEncoderModel(config)
+        super().__init__(model.config)
+        self.model = model
+        self.qa_outputs = nn.Linear(config.d_model, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """Score where an answer starts and ends, and compute the loss when both positions are given.
+
+        Args:
+            input_ids: Ids [B, S] of question and text; or pass `inputs_embeds`.
+            attention_mask: [B, S], 1 for tokens and 0 for padding.
+            inputs_embeds: Scaled token embeddings [B, S, D].
+            position_ids: [B, S]; `None` counts from the left.
+            start_positions: [B], the answer's first position; one outside the text has no loss.
+            end_positions: [B], the answer's last position; one outside the text has no loss.
+            num_items_in_batch: Number of texts that divides the summed loss; `None` means this batch's.
+            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
+
+        Returns:
+            Scores [B, S] of starts and of ends, the loss when there are positions, and what was asked for.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(
+                start_logits, end_logits, start_positions, end_positions, num_items_in_batch=num_items_in_batch
+            )
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
 __all__ = [
+    "VanillaTransformerEncoderModel",
+    "VanillaTransformerForCausalLM",
     "VanillaTransformerForConditionalGeneration",
+    "VanillaTransformerForMaskedLM",
+    "VanillaTransformerForQuestionAnswering",
+    "VanillaTransformerForSequenceClassification",
+    "VanillaTransformerForTokenClassification",
     "VanillaTransformerModel",
     "VanillaTransformerPreTrainedModel",
 ]

@@ -45,7 +45,9 @@ def make_model(
         use_sixteen_bit_dropout(model)
         fuse_operations(model)
     if options.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        # transformers 5.23 renamed it, and its old name warns there.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
     beam_search = {"num_beams": options.num_beams}
     if options.num_beams > 1:
         # transformers does not save these beside greedy search.
