@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from conftest import read
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from publishing_material import read
 from safetensors.torch import load_file
 
 from vanilla_transformer.errors import UserError
@@ -22,8 +22,8 @@ from vanilla_transformer.training.journal import read_journal
 
 SCORE = TestScore(
     test_set="newstest2014", dataset="wmt/wmt14", split="test", num_sentences=3003, bleu=27.314,
-    bleu_signature="nrefs:1", chrf=57.5, chrf_signature="nc:6", num_beams=4, length_penalty=0.6, rules="paper", seconds=12.5,
-    device="cpu", threads=2,
+    bleu_signature="nrefs:1", chrf=57.5, chrf_signature="nc:6", num_beams=4, length_penalty=0.6, rules="paper",
+    seconds=12.5, device="cpu", threads=2,
 )  # fmt: skip
 FACTS = Facts(
     name="user/en-de",
