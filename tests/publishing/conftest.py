@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +6,7 @@ import torch
 from hub_server import HubServer
 from huggingface_hub import constants
 from huggingface_hub.utils import _http, close_session
+from publishing_material import SENTENCES, TINY, TOKEN
 
 from vanilla_transformer import (
     VanillaTransformerConfig,
@@ -15,16 +15,6 @@ from vanilla_transformer import (
 )
 from vanilla_transformer.cli import main
 from vanilla_transformer.publishing.upload import Hub
-
-
-TOKEN = "hf_tokenoftheuser"
-SENTENCES = tuple(Path(__file__).parents[1] / "data" / f"sentences.{language}" for language in ("en", "de"))
-TINY = """
-    --d_model 16 --encoder_layers 1 --decoder_layers 1 --encoder_attention_heads 2 --decoder_attention_heads 2
-    --encoder_ffn_dim 16 --decoder_ffn_dim 16 --vocab_size 300 --tokens_per_batch 256 --tokens_per_update 256
-    --validate_every 4 --valid_bleu_sentences 0 --average_last 2 --num_beams 2 --log_every 1 --trackers none
-    --source_language en --target_language de --device cpu --warmup_steps 10
-""".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +101,3 @@ def refused(call):
         return [line for line in err.replace("\r", "\n").splitlines() if line.startswith("vanilla-transformer")][-1]
 
     return refused
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))

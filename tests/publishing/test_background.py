@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import SENTENCES, TINY, TOKEN
+from publishing_material import SENTENCES, TINY, TOKEN
 from safetensors.torch import load_file
 
 from vanilla_transformer.cli import train as train_verb

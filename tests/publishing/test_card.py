@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from conftest import read
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from publishing_material import read
 from safetensors.torch import load_file
 
 from vanilla_transformer.errors import UserError

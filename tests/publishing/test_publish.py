@@ -2,8 +2,8 @@ import json
 import re
 
 import pytest
-from conftest import TOKEN
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
+from publishing_material import TOKEN
 
 from vanilla_transformer.publishing import upload
 

@@ -5,7 +5,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from conftest import TOKEN
+from publishing_material import TOKEN
 from transformers import AutoModelForSeq2SeqLM
 
 import vanilla_transformer
