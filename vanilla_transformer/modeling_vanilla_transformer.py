@@ -412,7 +412,6 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     config: VanillaTransformerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["VanillaTransformerEncoderLayer", "VanillaTransformerDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -534,6 +533,7 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
 class VanillaTransformerEncoder(VanillaTransformerStack):
     """The stack of encoder layers (§3.1)."""
 
+    _no_split_modules = ["VanillaTransformerEncoderLayer"]  # noqa: RUF012
     _tp_plan = _sharded("self_attn")
     _pp_plan = {  # noqa: RUF012
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -585,6 +585,7 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
 class VanillaTransformerDecoder(VanillaTransformerStack):
     """The stack of decoder layers (§3.1)."""
 
+    _no_split_modules = ["VanillaTransformerDecoderLayer"]  # noqa: RUF012
     _tp_plan = _sharded("self_attn", "encoder_attn")
     _pp_plan = {  # noqa: RUF012
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -1016,7 +1017,7 @@ class VanillaTransformerForCausalLM(VanillaTransformerLanguageModel, GenerationM
             num_items_in_batch: Number of tokens that divides the summed loss; `None` means this batch's.
             use_cache: Whether to return the cache.
             logits_to_keep: Compute only the last so many positions' logits, or those at these indices; 0 means all.
-            **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like; `shift_labels` are labels
+            **kwargs: `output_attentions`, `output_hidden_states` and the like; `shift_labels` are labels
                 [B, T] that position t is scored against as they stand, in the place of `labels`.
 
         Returns:

@@ -133,7 +133,7 @@ def test_a_token_classifier_learns_capitalised_words_and_numbers(tokenizer, tmp_
     right = (output.predictions.argmax(-1) == output.label_ids)[real].mean()
     print("token", right, guessed / total)
     # Pieces of words stand in capitalised ones and others alike: the token alone leaves errors.
-    assert 1 - right < 0.5 * (1 - guessed / total)
+    assert right > guessed / total + 0.05
 
 
 def test_a_masked_language_model_learns_hidden_tokens(tokenizer, tmp_path):
