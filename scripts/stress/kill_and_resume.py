@@ -245,7 +245,7 @@ def differences(actual: Path, expected: Path) -> list[str]:
     found = []
     journals = [
         [
-            {**record, "tokens_per_second": None, "model_flops_utilization": None}
+            {**record, "tokens_per_second": None, "model_flops_utilization": None, "seconds": None}
             for record in read_journal(run / "metrics.jsonl")
         ]
         for run in (actual, expected)
