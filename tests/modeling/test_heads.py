@@ -157,7 +157,10 @@ def test_a_language_model_is_the_decoder_whose_attention_to_the_encoder_adds_not
 FLEX = pytest.param(
     # torch 2.13 warns of how transformers 5.23 makes the mask.
     "flex_attention",
-    marks=pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
+    marks=[
+        pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
+        pytest.mark.slow,  # It is compiled.
+    ],
 )
 
 
@@ -248,6 +251,7 @@ def test_parts_of_the_tensor_parallel_plan_exist():
         assert matrices <= set(model._tp_plan)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.parametrize("architecture", ["default", "pre_norm"])
 def test_flex_attention_equals_eager(architecture):
