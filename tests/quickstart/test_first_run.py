@@ -80,7 +80,7 @@ def test_a_small_first_run_leaves_a_model_its_translations_and_scores(tmp_path):
     assert result.scores == score(translations, references)
     assert result.copy_scores == score(sources, references)
     record = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-    how = {"test_set": "quickstart sample", "num_beams": 4, "length_penalty": 0.6, "rules": "paper"}
+    how = {"test_set": "quickstart sample", "num_beams": 2, "length_penalty": 0.6, "rules": "paper"}
     assert record == {"model": result.scores.as_dict() | how, "copy_of_the_source": result.copy_scores.as_dict()}
     assert len(result.examples) == 10
     triples = list(zip(sources, references, translations, strict=True))
