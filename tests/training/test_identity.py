@@ -56,6 +56,8 @@ def changed(options: TrainingOptions, name: str, material: Path, copies: Path) -
         "init_from": str(copies),
         "max_time": "1h",
         "trackers": ("none",),
+        "push_to_hub": "user/model",
+        "hub_revision": "draft",
     }
     if name in elsewhere:
         return elsewhere[name]
