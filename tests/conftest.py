@@ -29,3 +29,18 @@ def ordinary_user():
             os.seteuid(0)
 
     return ordinary_user
+
+
+@pytest.fixture
+def call(capsys):
+    """Call the command line in this process; returns exit status, standard output and standard error."""
+
+    # After what is set above.
+    from vanilla_transformer.cli import main
+
+    def call(*arguments):
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return call

@@ -79,18 +79,6 @@ def online(server, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def call(capsys):
-    """Call the command line in this process; returns exit status, standard output and standard error."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def refused(call):
     """Call the command line with a mistake; returns the sentence about it."""
 
