@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from vanilla_transformer import native_code
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.translation import native
 from vanilla_transformer.translation.arguments import SearchOptions
@@ -254,7 +255,7 @@ def test_other_instructions_give_the_same(scrambled, monkeypatch, flags):
 
     expected = {precision: logits(precision) for precision in precisions}
     native.load_library.cache_clear()
-    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-O1", *flags))
+    monkeypatch.setattr(native_code, "_FLAGS", (*native_code._FLAGS, "-O1", *flags))
     for precision in precisions:
         if why_not_native(model, precision) is None:
             # Sums in another order can move what is rounded next.

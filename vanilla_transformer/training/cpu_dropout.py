@@ -42,8 +42,13 @@ def draw_kept(num_dropped: int, *, out: torch.Tensor) -> torch.Tensor:
     Returns:
         `out`.
     """
-    words = torch.empty(-(-out.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    return torch.ge(words.view(torch.int16)[: out.numel()].view(out.shape), num_dropped - 2**15, out=out)
+    return torch.ge(draw_words(out.numel()).view(out.shape), num_dropped - 2**15, out=out)
+
+
+def draw_words(count: int) -> torch.Tensor:
+    """Draw so many numbers of 16 random bits [count], which are dropped if they are below `num_dropped` - 2^15."""
+    words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    return words.view(torch.int16)[:count]
 
 
 def use_sixteen_bit_dropout(model: nn.Module) -> None:

@@ -37,6 +37,7 @@ from .configuration import TrainingOptions, check_output_dir
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
 from .ema import EMA_WEIGHTS, MovingAverage
 from .failures import naming_disk
+from .fusion import operations_of
 from .identity import architecture_of, differences, identity_of
 from .initialisation import make_model
 from .journal import Journal, Window, validation_line
@@ -455,5 +456,6 @@ class TrainingRun:
             "wrapper": type(self.loss).__name__,
             "device": str(self.accelerator.device),
             "attention": self.model.config._attn_implementation,
+            "operations": operations_of(self.model, self.options.mixed_precision, self.accelerator.device),
             "matrix_flops_per_second": self._matrix_rate,
         }

@@ -22,6 +22,7 @@ from vanilla_transformer.modeling_vanilla_transformer import (
     VanillaTransformerLayer,
 )
 
+from . import kernels
 from .cpu_dropout import SixteenBitDropout, draw_kept
 
 
@@ -43,6 +44,25 @@ def fuse_operations(model: VanillaTransformerForConditionalGeneration) -> None:
             module.forward = MethodType(_encoder_layer, module)
         elif isinstance(module, VanillaTransformerDecoderLayer):
             module.forward = MethodType(_decoder_layer, module)
+
+
+def operations_of(model: VanillaTransformerForConditionalGeneration, precision: str, device: torch.device) -> str:
+    """What computes a model's layers in training, beside the attention that was chosen.
+
+    Args:
+        model: The model.
+        precision: What it is trained in: `no`, `bf16` or `fp16`.
+        device: Where it is trained.
+
+    Returns:
+        A clause for the log.
+    """
+    if device.type != "cpu" or precision == "no" or model.config._attn_implementation != "eager":
+        return "plain operations"
+    if precision != "bf16":
+        return "fused operations"
+    reason = kernels.why_no_kernels()
+    return "fused operations in C++" if reason is None else f"fused operations without C++, because {reason}"
 
 
 def _encoder_layer(self, hidden_states, attention_mask=None, **kwargs):
@@ -116,7 +136,8 @@ def _sublayer(layer: VanillaTransformerLayer, hidden_states, norm: nn.LayerNorm,
         return norm(hidden_states + layer.dropout(function(hidden_states)[0]))
     output, residual = function(hidden_states)
     num_dropped = layer.dropout.num_dropped if layer.training else 0
-    return _AddAndNorm.apply(output, residual, norm.weight, norm.bias, norm.eps, num_dropped)
+    operation = kernels.AddAndNorm if kernels.can_add_and_norm(output, residual, norm.weight) else _AddAndNorm
+    return operation.apply(output, residual, norm.weight, norm.bias, norm.eps, num_dropped)
 
 
 def _attend(attention: VanillaTransformerAttention, hidden_states, memory, mask) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +147,9 @@ def _attend(attention: VanillaTransformerAttention, hidden_states, memory, mask)
     else:
         joined, hidden_states = _project(hidden_states, attention.q_proj)
         memory, _ = _project(memory, attention.k_proj, attention.v_proj)
-    heads = _Attention.apply(joined, memory, mask, attention.num_heads, attention.d_k, attention.scaling)
+    num_heads, d_k = attention.num_heads, attention.d_k
+    operation = kernels.ShortAttention if kernels.can_attend(joined, memory, num_heads, d_k) else _Attention
+    heads = operation.apply(joined, memory, mask, num_heads, d_k, attention.scaling)
     return _project(heads, attention.out_proj)[0], hidden_states
 
 
@@ -195,11 +218,15 @@ class _FeedForward(torch.autograd.Function):
         grad_weight2 = _product_over_rows(grad, inner)
         grad_bias2 = grad.sum(0, dtype=torch.float32)
         grad_inner = grad @ weight2
-        _keep_(grad_inner, torch.gt(inner.view(torch.int16), 0, out=torch.empty_like(inner, dtype=torch.int16)))
-        # The sum over rows is a product with ones, which costs nothing beside the other factor's.
-        factors = torch.cat([_transpose(rows), rows.new_ones(1, len(rows))])
-        product = factors @ grad_inner
-        grad_weight1, grad_bias1 = product[:-1].T.contiguous().float(), product[-1].float()
+        if kernels.can_relu(inner):
+            grad_bias1 = kernels.relu_backward_(grad_inner, inner)
+            grad_weight1 = _product_over_rows(grad_inner, rows)
+        else:
+            _keep_(grad_inner, torch.gt(inner.view(torch.int16), 0, out=torch.empty_like(inner, dtype=torch.int16)))
+            # The sum over rows is a product with ones, which costs nothing beside the other factor's.
+            factors = torch.cat([_transpose(rows), rows.new_ones(1, len(rows))])
+            product = factors @ grad_inner
+            grad_weight1, grad_bias1 = product[:-1].T.contiguous().float(), product[-1].float()
         grad_rows = _add_product(grad_residual, grad_inner, weight1).view(shape).to(ctx.dtype)
         return grad_rows, grad_weight1, grad_bias1, grad_weight2, grad_bias2
 

@@ -26,7 +26,7 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         options: Options of the run.
         data: Vocabulary and encoded text.
         facts: What the engine knows of the run: `parameters`, `updates`, `updates_per_epoch`, `fill_rate`,
-            `processes`, `division`, `wrapper`, `device` and `attention`.
+            `processes`, `division`, `wrapper`, `device`, `attention` and `operations`.
     """
     fingerprints = identity_of(options, data)["data"]
     if data.valid is not None:
@@ -50,7 +50,8 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
     extent = " in the window of a stream" if per_epoch is None else f"; {per_epoch:,} updates an epoch"
     print(
         f"{record['parameters']:,} parameters; {len(data.train):,} pairs{extent}; {record['fill_rate']:.1%} of the "
-        f"tokens are not padding; {record['attention']} attention on {record['processes']} x {record['device']}.\n"
+        f"tokens are not padding; {record['attention']} attention and {record['operations']} on "
+        f"{record['processes']} x {record['device']}.\n"
         f"{Division(**record['division'])}.",
         file=sys.stderr,
     )

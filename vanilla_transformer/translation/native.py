@@ -5,12 +5,6 @@ no compiler, or a processor without the instructions, `decoder.py` has the same 
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -22,16 +16,15 @@ import torch
 from torch import nn
 
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.native_code import compile_library
 
 
 Precision = Literal["float32", "bfloat16", "int8"]
 
 _PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
-_SOURCES = ("native_decoder.cpp", "native_products.h")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+_SOURCES = tuple(Path(__file__).parent / name for name in ("native_decoder.cpp", "native_products.h", "../vectors.h"))
 # Numbers that are worked on together.
 _WIDTH = 16
-_COMPILE_SECONDS = 300
 
 
 def why_not_native(model: VanillaTransformerForConditionalGeneration, precision: Precision) -> str | None:
@@ -236,7 +229,7 @@ def load_library() -> ctypes.CDLL:
     Raises:
         OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
     """
-    library = ctypes.CDLL(str(_compiled()))
+    library = ctypes.CDLL(str(compile_library(_SOURCES, "decoder")))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     types = {
         "supports_precision": (ctypes.c_int, [number]),
@@ -252,41 +245,3 @@ def load_library() -> ctypes.CDLL:
         getattr(library, name).restype = result
         getattr(library, name).argtypes = arguments
     return library
-
-
-def _compiled() -> Path:
-    """The compiled library, in the user's cache."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("there is no C++ compiler (g++ or clang++)")
-    sources = [Path(__file__).with_name(name) for name in _SOURCES]
-    # Another processor, compiler or version of the source needs another library.
-    identity = hashlib.sha256()
-    surroundings = f"{compiler} {_FLAGS} {_processor()}".encode()
-    for part in (*(source.read_bytes() for source in sources), surroundings):
-        identity.update(part + b"\0")
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vanilla_transformer"
-    path = cache_dir / f"decoder-{identity.hexdigest()[:16]}.so"
-    if path.is_file():
-        return path
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-        output = Path(folder) / path.name
-        command = [compiler, *_FLAGS, "-o", str(output), str(sources[0])]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
-        except (subprocess.SubprocessError, OSError) as error:
-            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            raise OSError(f"{compiler} does not compile the decoder ({said[0] if said else 'no message'})") from error
-        # At once, so that another process finds a whole library or none.
-        os.replace(output, path)
-    return path
-
-
-def _processor() -> str:
-    """What a library for this processor depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor() + platform.machine()

@@ -7,18 +7,11 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
+#include "../vectors.h"
+
 #include <memory>
-#include <new>
 #include <vector>
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 #if defined(__AMX_TILE__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,104 +19,9 @@
 
 enum Precision { FLOAT32, BFLOAT16, INT8 };
 
-// GCC and Clang translate operations on these for any processor.
-typedef float Floats __attribute__((vector_size(64), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-
-constexpr int WIDTH = 16;
 constexpr int PANEL = 64;
 constexpr int TILE_BYTES = 1024;
 constexpr int STEP_BYTES = 4 * TILE_BYTES;
-
-static inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
-static inline void store(float* p, Floats v) { *reinterpret_cast<Floats*>(p) = v; }
-static inline Floats fill(float x) { return Floats{} + x; }
-static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
-
-static inline float sum(Floats v) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)v);
-#else
-    float total = 0;
-    for (int i = 0; i < WIDTH; i++) total += v[i];
-    return total;
-#endif
-}
-
-static inline float largest(Floats v) {
-#ifdef __AVX512F__
-    return _mm512_reduce_max_ps((__m512)v);
-#else
-    float best = v[0];
-    for (int i = 1; i < WIDTH; i++) best = std::max(best, v[i]);
-    return best;
-#endif
-}
-
-// bfloat16 is the upper half of float32.
-static inline Floats load(const uint16_t* p) {
-    Halves halves = *reinterpret_cast<const Halves*>(p);
-    return (Floats)(__builtin_convertvector(halves, Ints) << 16);
-}
-
-static inline uint16_t to_bfloat16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
-}
-
-static inline void store(uint16_t* p, Floats v) {
-    typedef uint32_t Bits __attribute__((vector_size(64)));
-    Bits bits = (Bits)v;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *reinterpret_cast<Halves*>(p) = __builtin_convertvector(bits, Halves);
-}
-
-// e^x, to 1e-7 of its value; 0 below -87.
-static inline Floats exponential(Floats x) {
-    Floats clamped = max(x, fill(-87.0f));
-    Floats shifted = clamped * 1.44269504088896341f + 12582912.0f;  // rounds to whole numbers
-    Floats whole = shifted - 12582912.0f;
-    Floats rest = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
-    Floats result = fill(1.9875691500e-4f);
-    result = result * rest + 1.3981999507e-3f;
-    result = result * rest + 8.3334519073e-3f;
-    result = result * rest + 4.1665795894e-2f;
-    result = result * rest + 1.6666665459e-1f;
-    result = result * rest + 5.0000001201e-1f;
-    result = result * rest * rest + rest + 1.0f;
-    Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
-    result *= (Floats)power;
-    return x < -87.0f ? Floats{} : result;
-}
-
-// Memory that is aligned to cache lines, and is not initialised.
-template <typename T>
-struct Buffer {
-    T* data = nullptr;
-    size_t size = 0;
-
-    Buffer() = default;
-    explicit Buffer(size_t count) { reserve(count); }
-    Buffer(Buffer&& other) noexcept { std::swap(data, other.data), std::swap(size, other.size); }
-    Buffer& operator=(Buffer&& other) noexcept {
-        std::swap(data, other.data), std::swap(size, other.size);
-        return *this;
-    }
-    ~Buffer() { free(data); }
-
-    // At least so many elements; what was in them is lost.
-    T* reserve(size_t count) {
-        if (count > size) {
-            free(data);
-            data = static_cast<T*>(aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
-            if (!data) throw std::bad_alloc();
-            size = count;
-        }
-        return data;
-    }
-};
 
 // What a product needs besides its operands; one for each thread.
 struct Scratch {

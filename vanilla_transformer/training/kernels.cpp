@@ -1,0 +1,298 @@
+// What training does between its matrix products, in bfloat16 with sums in float32: the core of attention, residual sum
+// with dropout and normalisation, and the gradient of ReLU.
+//
+// A call works on a range of heads, or of parts of PART rows. Sums over rows are kept for each part, so that results do
+// not depend on how the ranges were cut.
+
+#include "../vectors.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+
+namespace {
+
+constexpr int64_t PART = 128;
+
+// Block of MR rows and 16 NR columns of factor A B, where A's numbers lie `row` and `step` apart.
+template <int MR, int NR, typename T>
+inline void multiply_block(const float* a, int64_t row, int64_t step, const float* b, int64_t b_row, int64_t depth,
+                           float factor, T* out, int64_t out_row) {
+    Floats sums[MR][NR] = {};
+    for (int64_t i = 0; i < depth; i++, a += step, b += b_row) {
+        Floats right[NR];
+#pragma GCC unroll 16
+        for (int n = 0; n < NR; n++) right[n] = load(b + n * WIDTH);
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; m++) {
+            Floats left = fill(a[m * row]);
+#pragma GCC unroll 16
+            for (int n = 0; n < NR; n++) sums[m][n] += left * right[n];
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 16
+        for (int n = 0; n < NR; n++) store(out + m * out_row + n * WIDTH, sums[m][n] * factor);
+}
+
+template <int MR, int NR, typename T>
+void multiply_rows(int64_t count, const float* a, int64_t row, int64_t step, const float* b, int64_t b_row,
+                   int64_t depth, float factor, T* out, int64_t out_row) {
+    for (; count >= MR; count -= MR, a += MR * row, out += MR * out_row)
+        multiply_block<MR, NR>(a, row, step, b, b_row, depth, factor, out, out_row);
+    if constexpr (MR > 1)
+        if (count > 0) multiply_rows<MR / 2, NR>(count, a, row, step, b, b_row, depth, factor, out, out_row);
+}
+
+// out = factor A B for A [rows, depth], whose numbers lie `row` and `step` apart, and B [depth, columns], row by row.
+template <typename T>
+void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t row, int64_t step, const float* b,
+              float factor, T* out, int64_t out_row) {
+    int64_t n = 0;
+    for (; n + 64 <= columns; n += 64)
+        multiply_rows<4, 4>(rows, a, row, step, b + n, columns, depth, factor, out + n, out_row);
+    for (; n + 32 <= columns; n += 32)
+        multiply_rows<8, 2>(rows, a, row, step, b + n, columns, depth, factor, out + n, out_row);
+    for (; n < columns; n += 16)
+        multiply_rows<16, 1>(rows, a, row, step, b + n, columns, depth, factor, out + n, out_row);
+}
+
+void widen(const uint16_t* numbers, int64_t rows, int64_t columns, int64_t row, float* out) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j += WIDTH) store(out + i * columns + j, load(numbers + i * row + j));
+}
+
+void transpose_tile(__m512* rows) {
+    __m512 pairs[16];
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    // Column 4 lane + c of rows 4 i to 4 i + 3, for each of the four lanes, is in rows[4 i + c].
+    for (int i = 0; i < 16; i += 4)
+        for (int half = 0; half < 2; half++) {
+            __m512d low = (__m512d)pairs[i + half], high = (__m512d)pairs[i + half + 2];
+            rows[i + 2 * half] = (__m512)_mm512_unpacklo_pd(low, high);
+            rows[i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(low, high);
+        }
+    for (int c = 0; c < 4; c++) {
+        pairs[c] = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0x88);
+        pairs[4 + c] = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0xdd);
+        pairs[8 + c] = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0x88);
+        pairs[12 + c] = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0xdd);
+    }
+    for (int c = 0; c < 4; c++) {
+        rows[c] = _mm512_shuffle_f32x4(pairs[c], pairs[8 + c], 0x88);
+        rows[8 + c] = _mm512_shuffle_f32x4(pairs[c], pairs[8 + c], 0xdd);
+        rows[4 + c] = _mm512_shuffle_f32x4(pairs[4 + c], pairs[12 + c], 0x88);
+        rows[12 + c] = _mm512_shuffle_f32x4(pairs[4 + c], pairs[12 + c], 0xdd);
+    }
+}
+
+// [rows, columns] to [columns, padded], with zeros behind each row.
+void widen_transposed(const uint16_t* numbers, int64_t rows, int64_t columns, int64_t row, int64_t padded, float* out) {
+    for (int64_t i = 0; i < padded; i += WIDTH)
+        for (int64_t j = 0; j < columns; j += WIDTH) {
+            __m512 tile[16];
+#pragma GCC unroll 16
+            for (int m = 0; m < WIDTH; m++)
+                tile[m] = i + m < rows ? (__m512)load(numbers + (i + m) * row + j) : _mm512_setzero_ps();
+            transpose_tile(tile);
+#pragma GCC unroll 16
+            for (int m = 0; m < WIDTH; m++) store(out + (j + m) * padded + i, (Floats)tile[m]);
+        }
+}
+
+float* scratch(size_t count) {
+    static thread_local Buffer<float> buffer;
+    return buffer.reserve(count);
+}
+
+// Sizes of attention: T queries and S keys of a sentence, H heads of K and V numbers, and how far rows lie apart.
+struct Sizes {
+    int64_t queries, keys, heads, key_width, value_width, query_row, key_row, mask_sentence, mask_row;
+
+    int64_t padded() const { return (keys + WIDTH - 1) / WIDTH * WIDTH; }
+};
+
+void softmax(const Sizes& sizes, float* scores, const uint16_t* mask) {
+    int64_t padded = sizes.padded();
+    for (int64_t i = 0; i < padded; i += WIDTH) {
+        __mmask16 there = sizes.keys - i < WIDTH ? (1 << (sizes.keys - i)) - 1 : 0xffff;
+        Floats added = {};
+        if (mask)
+            added = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, mask + i)), 16);
+        added = (Floats)_mm512_mask_blend_ps(there, _mm512_set1_ps(-INFINITY), (__m512)added);
+        store(scores + i, load(scores + i) + added);
+    }
+    Floats best = load(scores);
+    for (int64_t i = WIDTH; i < padded; i += WIDTH) best = max(best, load(scores + i));
+    float bound = largest(best);
+    Floats total = {};
+    for (int64_t i = 0; i < padded; i += WIDTH) {
+        Floats weight = exponential(load(scores + i) - bound);
+        store(scores + i, weight);
+        total += weight;
+    }
+    float share = 1 / sum(total);
+    for (int64_t i = 0; i < padded; i += WIDTH) store(scores + i, load(scores + i) * share);
+}
+
+// Adds up numbers of PART rows; what it is given for a row, a vector of each column, goes to two sums.
+template <typename Row>
+void each_part(int64_t first, int64_t last, int64_t rows, Row row) {
+    for (int64_t part = first; part < last; part++)
+        for (int64_t i = part * PART; i < std::min(rows, (part + 1) * PART); i++) row(part, i);
+}
+
+}  // namespace
+
+extern "C" {
+
+int supports_kernels() { return 1; }
+
+// `weights` are [B, H, T, S padded to whole vectors]; `out` is [B, T, H V].
+void attend(const Sizes* sizes, float scaling, const uint16_t* queries, const uint16_t* keys, const uint16_t* values,
+            const uint16_t* mask, uint16_t* weights, uint16_t* out, int64_t first, int64_t last) {
+    auto [T, S, H, K, V, query_row, key_row, mask_sentence, mask_row] = *sizes;
+    int64_t padded = sizes->padded();
+    float* query = scratch(T * K + K * padded + S * V + T * padded);
+    float *key = query + T * K, *value = key + K * padded, *scores = value + S * V;
+    for (int64_t i = first; i < last; i++) {
+        int64_t sentence = i / H, head = i % H;
+        widen(queries + sentence * T * query_row + head * K, T, K, query_row, query);
+        widen_transposed(keys + sentence * S * key_row + head * K, S, K, key_row, padded, key);
+        multiply(T, padded, K, query, K, 1, key, scaling, scores, padded);
+        for (int64_t t = 0; t < T; t++) {
+            softmax(*sizes, scores + t * padded, mask ? mask + sentence * mask_sentence + t * mask_row : nullptr);
+            for (int64_t j = 0; j < padded; j += WIDTH)
+                store(weights + (i * T + t) * padded + j, load(scores + t * padded + j));
+        }
+        widen(values + sentence * S * key_row + head * V, S, V, key_row, value);
+        multiply(T, V, S, scores, padded, 1, value, 1.0f, out + sentence * T * H * V + head * V, H * V);
+    }
+}
+
+// The gradients lie like what they belong to.
+void attend_backward(const Sizes* sizes, float scaling, const uint16_t* queries, const uint16_t* keys,
+                     const uint16_t* values, const uint16_t* weights, const uint16_t* grad, uint16_t* grad_queries,
+                     uint16_t* grad_keys, uint16_t* grad_values, int64_t first, int64_t last) {
+    auto [T, S, H, K, V, query_row, key_row, mask_sentence, mask_row] = *sizes;
+    int64_t padded = sizes->padded();
+    float* query = scratch(T * K + S * K + V * padded + T * V + 2 * T * padded);
+    float *key = query + T * K, *value = key + S * K, *grad_out = value + V * padded, *weight = grad_out + T * V;
+    float* grad_scores = weight + T * padded;
+    for (int64_t i = first; i < last; i++) {
+        int64_t sentence = i / H, head = i % H;
+        int64_t at_query = sentence * T * query_row + head * K, at_key = sentence * S * key_row + head * K;
+        int64_t at_value = sentence * S * key_row + head * V;
+        widen(grad + sentence * T * H * V + head * V, T, V, H * V, grad_out);
+        widen(weights + i * T * padded, T, padded, padded, weight);
+        multiply(S, V, T, weight, 1, padded, grad_out, 1.0f, grad_values + at_value, key_row);
+        widen_transposed(values + at_value, S, V, key_row, padded, value);
+        multiply(T, padded, V, grad_out, V, 1, value, 1.0f, grad_scores, padded);
+        for (int64_t t = 0; t < T; t++) {
+            float *mine = grad_scores + t * padded, *share = weight + t * padded;
+            Floats total = {};
+            for (int64_t j = 0; j < padded; j += WIDTH) total += load(mine + j) * load(share + j);
+            float mean = sum(total);
+            for (int64_t j = 0; j < padded; j += WIDTH) store(mine + j, (load(mine + j) - mean) * load(share + j));
+        }
+        widen(keys + at_key, S, K, key_row, key);
+        multiply(T, K, S, grad_scores, padded, 1, key, scaling, grad_queries + at_query, query_row);
+        widen(queries + at_query, T, K, query_row, query);
+        multiply(S, K, T, grad_scores, 1, padded, query, scaling, grad_keys + at_key, key_row);
+    }
+}
+
+// `output` becomes the sum of the residual and of what is kept of it; `words` has 16 random bits for each number, and
+// `kept` gets a bit for each. Both are null without dropout.
+void add_and_norm(int64_t rows, int64_t width, float scale, int64_t num_dropped, float epsilon, uint16_t* output,
+                  const uint16_t* residual, const int16_t* words, uint16_t* kept, const float* weight,
+                  const float* bias, uint16_t* normed, float* means, float* factors, int64_t first, int64_t last) {
+    float* sums = scratch(width);
+    const __m256i bound = _mm256_set1_epi16(num_dropped - 32768);
+    each_part(first, last, rows, [&](int64_t, int64_t row) {
+        Floats total = {};
+        for (int64_t j = 0; j < width; j += WIDTH) {
+            int64_t at = row * width + j;
+            Floats added = load(output + at);
+            if (words) {
+                __mmask16 bits = _mm256_cmpge_epi16_mask(_mm256_loadu_si256((const __m256i*)(words + at)), bound);
+                kept[at / WIDTH] = bits;
+                added = (Floats)_mm512_maskz_mov_ps(bits, (__m512)added);
+            }
+            store(output + at, load(residual + at) + added * scale);
+            Floats rounded = load(output + at);
+            store(sums + j, rounded);
+            total += rounded;
+        }
+        float mean = sum(total) / width;
+        Floats squares = {};
+        for (int64_t j = 0; j < width; j += WIDTH) {
+            Floats centred = load(sums + j) - mean;
+            squares += centred * centred;
+        }
+        float factor = 1 / std::sqrt(sum(squares) / width + epsilon);
+        for (int64_t j = 0; j < width; j += WIDTH)
+            store(normed + row * width + j, (load(sums + j) - mean) * factor * load(weight + j) + load(bias + j));
+        means[row] = mean, factors[row] = factor;
+    });
+}
+
+// `sums` are [parts, 2, width], all zero: the gradients of weight and bias.
+void add_and_norm_backward(int64_t rows, int64_t width, float scale, const uint16_t* grad, const uint16_t* total,
+                           const uint16_t* kept, const float* weight, const float* means, const float* factors,
+                           uint16_t* grad_output, uint16_t* grad_total, float* sums, int64_t first, int64_t last) {
+    float *scaled = scratch(2 * width), *standard = scaled + width;
+    each_part(first, last, rows, [&](int64_t part, int64_t row) {
+        float *weight_sums = sums + part * 2 * width, *bias_sums = weight_sums + width;
+        Floats total_scaled = {}, total_product = {};
+        for (int64_t j = 0; j < width; j += WIDTH) {
+            Floats outer = load(grad + row * width + j);
+            Floats unit = (load(total + row * width + j) - means[row]) * factors[row];
+            Floats inner = outer * load(weight + j);
+            store(scaled + j, inner), store(standard + j, unit);
+            total_scaled += inner, total_product += inner * unit;
+            store(weight_sums + j, load(weight_sums + j) + outer * unit);
+            store(bias_sums + j, load(bias_sums + j) + outer);
+        }
+        float mean = sum(total_scaled) / width, slope = sum(total_product) / width;
+        for (int64_t j = 0; j < width; j += WIDTH) {
+            int64_t at = row * width + j;
+            Floats result = (load(scaled + j) - mean - load(standard + j) * slope) * factors[row];
+            store(grad_total + at, result);
+            result *= scale;
+            if (kept) result = (Floats)_mm512_maskz_mov_ps(kept[at / WIDTH], (__m512)result);
+            store(grad_output + at, result);
+        }
+    });
+}
+
+// `grad` becomes zero where `activations` are; `sums` are [parts, width], all zero.
+void relu_backward(int64_t rows, int64_t width, const uint16_t* activations, uint16_t* grad, float* sums,
+                   int64_t first, int64_t last) {
+    each_part(first, last, rows, [&](int64_t part, int64_t row) {
+        for (int64_t j = 0; j < width; j += WIDTH) {
+            int64_t at = row * width + j;
+            __m256i numbers = _mm256_loadu_si256((const __m256i*)(activations + at));
+            __mmask16 bits = _mm256_cmpgt_epi16_mask(numbers, _mm256_setzero_si256());
+            __m256i passed = _mm256_maskz_loadu_epi16(bits, grad + at);
+            _mm256_storeu_si256((__m256i*)(grad + at), passed);
+            store(sums + part * width + j, load(sums + part * width + j) + load(grad + at));
+        }
+    });
+}
+
+// The sums of the columns of [parts, width].
+void add_parts(int64_t parts, int64_t width, const float* sums, float* out) {
+    std::copy_n(sums, width, out);
+    for (int64_t part = 1; part < parts; part++)
+        for (int64_t j = 0; j < width; j++) out[j] += sums[part * width + j];
+}
+}
+
+#else
+
+extern "C" int supports_kernels() { return 0; }
+
+#endif

@@ -1,0 +1,252 @@
+"""What `fusion.py` does between matrix products, in C++: one pass over the numbers instead of several.
+
+The functions of `kernels.cpp` give the results of `fusion.py`'s operations to rounding, with the same masks of
+dropout. Their results do not depend on the number of threads.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from vanilla_transformer.native_code import compile_library
+
+from .cpu_dropout import draw_words
+
+
+_SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "../vectors.h"))
+# Numbers that are worked on together, and rows whose sums are kept together, as in the C++ files.
+_WIDTH = 16
+_ROWS_OF_PART = 128
+# Positions of the longest sentences that were measured; until there, the products of torch are slower.
+_LONGEST = 512
+
+
+@cache
+def why_no_kernels() -> str | None:
+    """The reason why nothing can be computed in C++ here, as a clause; `None` if it can."""
+    try:
+        _library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def can_attend(joined: torch.Tensor, memory: torch.Tensor | None, num_heads: int, d_k: int) -> bool:
+    """Whether `ShortAttention` takes these projections."""
+    keys_values = joined if memory is None else memory
+    d_v = (keys_values.shape[-1] - (2 if memory is None else 1) * num_heads * d_k) // num_heads
+    return (
+        joined.dtype == torch.bfloat16
+        and max(joined.shape[1], keys_values.shape[1]) <= _LONGEST
+        and d_k % _WIDTH == d_v % _WIDTH == 0
+        and why_no_kernels() is None
+    )
+
+
+def can_add_and_norm(output: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `AddAndNorm` takes these operands."""
+    return (
+        output.dtype == residual.dtype == torch.bfloat16
+        and weight.dtype == torch.float32
+        and output.shape[-1] % _WIDTH == 0
+        and why_no_kernels() is None
+    )
+
+
+def can_relu(activations: torch.Tensor) -> bool:
+    """Whether `relu_backward_` takes these activations."""
+    return activations.dtype == torch.bfloat16 and activations.shape[-1] % _WIDTH == 0 and why_no_kernels() is None
+
+
+class _Sizes(ctypes.Structure):
+    """`Sizes` of the C++ file."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "queries", "keys", "heads", "key_width", "value_width", "query_row", "key_row", "mask_sentence", "mask_row"
+        )
+    ]  # fmt: skip
+
+
+class ShortAttention(torch.autograd.Function):
+    """Attention of sentences that are short; see `fusion._Attention`."""
+
+    @staticmethod
+    def forward(ctx, joined, memory, mask, num_heads, d_k, scaling):
+        """The heads side by side [B, T, H V]."""
+        joined, memory = joined.contiguous(), None if memory is None else memory.contiguous()
+        width = num_heads * d_k
+        keys_values = joined if memory is None else memory
+        # Where keys begin in a row.
+        start = width if memory is None else 0
+        d_v = (keys_values.shape[-1] - start) // num_heads - d_k
+        (batch_size, num_queries, _), num_keys = joined.shape, keys_values.shape[1]
+        if mask is not None:
+            mask = mask.contiguous().expand(batch_size, 1, num_queries, num_keys)
+        sizes = _Sizes(
+            num_queries, num_keys, num_heads, d_k, d_v, joined.shape[-1], keys_values.shape[-1],
+            0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(2),
+        )  # fmt: skip
+        padded = -(-num_keys // _WIDTH) * _WIDTH
+        weights = torch.empty(batch_size, num_heads, num_queries, padded, dtype=joined.dtype)
+        output = torch.empty(batch_size, num_queries, num_heads * d_v, dtype=joined.dtype)
+        _run(
+            _library().attend, batch_size * num_heads, ctypes.addressof(sizes), scaling, joined.data_ptr(),
+            _address(keys_values, start), _address(keys_values, start + width),
+            None if mask is None else mask.data_ptr(), weights.data_ptr(), output.data_ptr(),
+        )  # fmt: skip
+        ctx.save_for_backward(joined, memory, weights)
+        ctx.sizes, ctx.scaling, ctx.start, ctx.width = sizes, scaling, start, width
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """The gradients of the projections, in their layout."""
+        joined, memory, weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_joined = torch.empty_like(joined)
+        grad_memory = None if memory is None else torch.empty_like(memory)
+        keys_values = joined if memory is None else memory
+        grad_keys_values = grad_joined if memory is None else grad_memory
+        keys, values = ctx.start, ctx.start + ctx.width
+        _run(
+            _library().attend_backward, weights.shape[0] * weights.shape[1], ctypes.addressof(ctx.sizes), ctx.scaling,
+            joined.data_ptr(), _address(keys_values, keys), _address(keys_values, values), weights.data_ptr(),
+            grad.data_ptr(), grad_joined.data_ptr(), _address(grad_keys_values, keys),
+            _address(grad_keys_values, values),
+        )  # fmt: skip
+        return grad_joined, grad_memory, None, None, None, None
+
+
+class AddAndNorm(torch.autograd.Function):
+    """LayerNorm(x + Dropout(Sublayer(x))); see `fusion._AddAndNorm`."""
+
+    @staticmethod
+    def forward(ctx, output, residual, weight, bias, eps, num_dropped):
+        """The normalised sum; the sum itself is written over `output`."""
+        # Nothing else has the sub-layer's output, so that its place can be used.
+        total, residual = output.detach().contiguous(), residual.contiguous()
+        weight, bias = weight.contiguous(), bias.contiguous()
+        width = total.shape[-1]
+        num_rows = total.numel() // width
+        words = kept = None
+        if num_dropped > 0:
+            words = draw_words(total.numel())
+            kept = torch.empty(total.numel() // _WIDTH, dtype=torch.int16)
+        normed = torch.empty_like(total)
+        mean, factor = torch.empty(num_rows), torch.empty(num_rows)
+        ctx.scale = 2**16 / (2**16 - num_dropped)
+        _run(
+            _library().add_and_norm, _num_parts(num_rows), num_rows, width, ctx.scale, num_dropped, eps,
+            total.data_ptr(), residual.data_ptr(), _pointer(words), _pointer(kept), weight.data_ptr(),
+            bias.data_ptr(), normed.data_ptr(), mean.data_ptr(), factor.data_ptr(),
+        )  # fmt: skip
+        ctx.save_for_backward(total, kept, weight, mean, factor)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """The gradients of output, residual, weight and bias."""
+        total, kept, weight, mean, factor = ctx.saved_tensors
+        grad, width = grad.contiguous(), total.shape[-1]
+        num_rows = len(mean)
+        grad_output, grad_total = torch.empty_like(total), torch.empty_like(total)
+        sums = torch.zeros(_num_parts(num_rows), 2, width)
+        _run(
+            _library().add_and_norm_backward, len(sums), num_rows, width, ctx.scale, grad.data_ptr(),
+            total.data_ptr(), _pointer(kept), weight.data_ptr(), mean.data_ptr(), factor.data_ptr(),
+            grad_output.data_ptr(), grad_total.data_ptr(), sums.data_ptr(),
+        )  # fmt: skip
+        grad_weight, grad_bias = _add_parts(sums)
+        return grad_output, grad_total, grad_weight, grad_bias, None, None
+
+
+def relu_backward_(grad: torch.Tensor, activations: torch.Tensor) -> torch.Tensor:
+    """Set a gradient to zero where ReLU was.
+
+    Args:
+        grad: [N, D], in bfloat16, row by row.
+        activations: ReLU's output, of the same form.
+
+    Returns:
+        The sums of `grad`'s columns [D], in float32.
+    """
+    num_rows, width = grad.shape
+    sums = torch.zeros(_num_parts(num_rows), width)
+    _run(
+        _library().relu_backward, len(sums), num_rows, width, activations.data_ptr(), grad.data_ptr(), sums.data_ptr()
+    )
+    return _add_parts(sums)
+
+
+def _add_parts(sums: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, in the order of the parts."""
+    total = torch.empty_like(sums[0])
+    _library().add_parts(len(sums), total.numel(), sums.data_ptr(), total.data_ptr())
+    return total
+
+
+def _num_parts(num_rows: int) -> int:
+    return -(-num_rows // _ROWS_OF_PART)
+
+
+def _address(tensor: torch.Tensor, offset: int) -> int:
+    return tensor.data_ptr() + offset * tensor.element_size()
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _run(function: Callable[..., None], count: int, *arguments) -> None:
+    """Call a function with ranges that make up `count`, in as many threads as torch uses."""
+    num_threads = max(min(torch.get_num_threads(), count), 1)
+    bounds = [count * i // num_threads for i in range(num_threads + 1)]
+    others = [_pool().submit(function, *arguments, *bounds[i : i + 2]) for i in range(1, num_threads)]
+    function(*arguments, *bounds[:2])
+    for other in others:
+        other.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
+
+
+# The child of a fork has none of the threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The C++ functions, compiled if they are not in the cache.
+
+    Raises:
+        OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
+    """
+    library = ctypes.CDLL(str(compile_library(_SOURCES, "kernels")))
+    if not library.supports_kernels():
+        raise OSError("this processor lacks AVX-512")
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    bounds = [number, number]
+    types = {
+        "attend": [pointer, real, *[pointer] * 6, *bounds],
+        "attend_backward": [pointer, real, *[pointer] * 8, *bounds],
+        "add_and_norm": [number, number, real, number, real, *[pointer] * 9, *bounds],
+        "add_and_norm_backward": [number, number, real, *[pointer] * 9, *bounds],
+        "relu_backward": [number, number, *[pointer] * 3, *bounds],
+        "add_parts": [number, number, pointer, pointer],
+    }
+    for name, arguments in types.items():
+        getattr(library, name).restype = None
+        getattr(library, name).argtypes = arguments
+    return library
