@@ -88,7 +88,7 @@ def test_both_commands_of_the_set_up_use_the_constraints_and_what_they_install()
     for words in installs:
         assert words[words.index("-c") + 1] == "constraints.txt"
     assert [words[-1] for words in installs[:2]] == [".", ".[test]"]
-    assert [".venv/bin/python", "-m", "pytest"] in SHELL
+    assert [".venv/bin/python", "-m", "pytest", "-n", "2"] in SHELL
 
 
 def test_launched_scripts_exist():
