@@ -22,11 +22,17 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     StaticCache,
+    pipeline,
 )
 
 import vanilla_transformer
-from vanilla_transformer import VanillaTransformerForCausalLM, VanillaTransformerForMaskedLM
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForMaskedLM,
+    VanillaTransformerTokenizer,
+)
 
 
 ENCODER_HEADS = {
@@ -113,6 +119,22 @@ def test_a_decoder_moves_between_translation_and_language_model(layout, tmp_path
     assert not report["unexpected_keys"] and not report["mismatched_keys"]
     for key, tensor in model.state_dict().items():
         assert torch.equal(back.state_dict()[key], tensor), key
+
+
+def test_masks_written_in_a_text_are_filled_where_special_tokens_in_texts_count(tmp_path):
+    VanillaTransformerTokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=False)
+    torch.manual_seed(0)
+    model = VanillaTransformerForMaskedLM(tiny_config(vocab_size=len(tokenizer))).eval()
+    (ids,) = tokenizer(["one  two"]).input_ids
+    position = len(tokenizer("one ", add_special_tokens=False).input_ids)
+    ids.insert(position, tokenizer.mask_token_id)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, position].softmax(-1).topk(3)
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
+    found = fill("one <mask> two")
+    assert [answer["token"] for answer in found] == expected.indices.tolist()
+    assert [answer["score"] for answer in found] == pytest.approx(expected.values.tolist())
 
 
 @pytest.mark.parametrize("tied", [True, False])
