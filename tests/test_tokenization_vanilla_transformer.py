@@ -159,6 +159,16 @@ def test_the_ending_is_an_option(tokenizer, tmp_path):
         assert EOS not in other("a b")["input_ids"]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_vocabulary_learned_by_a_reloaded_tokenizer_has_its_ending(ends, tmp_path):
+    VanillaTransformerTokenizer(add_eos_token=ends).save_pretrained(tmp_path)
+    reloaded = VanillaTransformerTokenizer.from_pretrained(tmp_path)
+    again = reloaded.train_new_from_iterator(["aa ab"], 261, show_progress=False)
+    for tokenizer in (reloaded, again):
+        assert tokenizer.add_eos_token == ends
+        assert tokenizer("a").input_ids == ([69, 2] if ends else [69])
+
+
 def test_pairs_are_separated_by_eos(tokenizer):
     first, second = tokenizer("eine Frage")["input_ids"], tokenizer("an answer")["input_ids"]
     assert tokenizer("eine Frage", "an answer")["input_ids"] == [*first, *second]

@@ -11,6 +11,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "TokenBatchSeq2SeqTrainer": "training.trainer",
     "TranslationPipeline": "pipeline_vanilla_transformer",
     "Translator": "translation.translator",
     "VanillaTransformerConfig": "configuration_vanilla_transformer",

@@ -88,6 +88,8 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         if "add_eos_token" not in kwargs:
             # The language's tag may stand before it.
             self._add_eos_token = self._tokenizer.encode("").ids[-1:] == [self.eos_token_id]
+            # What a vocabulary that is learned anew by this one takes over.
+            self.init_kwargs["add_eos_token"] = self._add_eos_token
         if tgt_lang is not None:
             self.tgt_lang = tgt_lang
 

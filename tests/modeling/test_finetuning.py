@@ -8,7 +8,6 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import SOURCES, TARGETS, batch_of, batch_with_labels, tiny_config
-from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -26,7 +25,6 @@ from vanilla_transformer import (
     VanillaTransformerForMaskedLM,
     VanillaTransformerTokenizer,
 )
-from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.evaluation import TranslationMetric
 from vanilla_transformer.quickstart.first_run import sample_files
 
@@ -71,7 +69,7 @@ def new_checkpoint(folder, **sizes) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def trainer_for(folder, output, train, valid=None, kind=Seq2SeqTrainer, **changes) -> Seq2SeqTrainer:
+def trainer_for(folder, output, train, valid=None, **changes) -> Seq2SeqTrainer:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     metric = TranslationMetric()
@@ -81,7 +79,7 @@ def trainer_for(folder, output, train, valid=None, kind=Seq2SeqTrainer, **change
         translations, references = (tokenizer.batch_decode(part, skip_special_tokens=True) for part in ids)
         return {"bleu": metric.compute(predictions=translations, references=references)["bleu"]}
 
-    return kind(
+    return Seq2SeqTrainer(
         model,
         arguments(output, **changes),
         train_dataset=encoded(tokenizer, train),
@@ -108,26 +106,24 @@ def small(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_bleu_on_new_pairs_rises(tmp_path):
-    """A model that learned short sentences is tuned on long ones."""
+    """A model that learned short sentences is tuned on long ones; more of the short ones would not do."""
     sizes = {"d_model": 96, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 192, "decoder_ffn_dim": 192}
     new_checkpoint(tmp_path / "new", **sizes, encoder_attention_heads=4, decoder_attention_heads=4)
     schedule = {"learning_rate": 3e-3, "warmup_steps": 30}
     first = trainer_for(tmp_path / "new", tmp_path / "a", pairs("train", short=True), max_steps=350, **schedule)
     first.train()
     first.save_model(tmp_path / "short")
-    tuned = trainer_for(
-        tmp_path / "short",
-        tmp_path / "b",
-        pairs("train", short=False),
-        pairs("valid", short=False),
-        max_steps=150,
-        gradient_accumulation_steps=2,
-        **schedule,
-    )
+    options = {"max_steps": 150, "gradient_accumulation_steps": 2, **schedule}
+    new = pairs("valid", short=False)
+    more = trainer_for(tmp_path / "short", tmp_path / "b", pairs("train", short=True), new, **options)
+    tuned = trainer_for(tmp_path / "short", tmp_path / "c", pairs("train", short=False), new, **options)
     before = tuned.evaluate()["eval_bleu"]
+    more.train()
     tuned.train()
-    after = tuned.evaluate()["eval_bleu"]
-    assert after > before + 3.0, (before, after)
+    control, after = (trainer.evaluate()["eval_bleu"] for trainer in (more, tuned))
+    # Measured with three seeds: 0.8 to 1.5 before, 1.6 to 3.3 after as many updates on short ones, 5.3 to 6.0.
+    assert after > before + 2.0, (before, after)
+    assert after > control + 1.0, (control, after)
     tuned.save_model(tmp_path / "long")
     assert not any(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "long", output_loading_info=True)[1].values())
 
@@ -149,29 +145,6 @@ def test_the_trainers_losses_do_not_depend_on_accumulation(small, tmp_path):
         weights.append(trainer.model.state_dict())
     # Adam turns rounding of the smallest gradients into differences of a share of the rate of 5e-5.
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-5)
-
-
-class TokenBatchTrainer(Seq2SeqTrainer):
-    """Batches of at most 512 tokens on either side, padding included."""
-
-    def get_train_dataloader(self):
-        data = self.train_dataset
-        lengths = (np.array([len(row) for row in data[name]]) for name in ("input_ids", "labels"))
-        batches = TokenBatches(*lengths, tokens_per_batch=512, seed=self.args.seed).batches(epoch=0)
-        loader = DataLoader(data, batch_sampler=[b.tolist() for b in batches], collate_fn=self.data_collator)
-        return self.accelerator.prepare(loader)
-
-
-def test_the_trainer_reads_token_batches(small, tmp_path):
-    some = pairs("train", short=True)[:200]
-    trainer = trainer_for(small, tmp_path / "a", some, kind=TokenBatchTrainer, num_train_epochs=1)
-    seen = []
-    collate = trainer.data_collator
-    trainer.data_collator = lambda rows: seen.append(collate(rows)) or seen[-1]
-    trainer.train()
-    assert sum(len(batch["input_ids"]) for batch in seen) == len(some)
-    assert all(max(batch["input_ids"].numel(), batch["labels"].numel()) <= 512 for batch in seen)
-    assert len({len(batch["input_ids"]) for batch in seen}) > 1
 
 
 # PEFT 0.21 asks for it by the name that transformers 5.23 has given up.

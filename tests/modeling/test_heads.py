@@ -9,7 +9,6 @@ from tiny_models import (
     TARGETS,
     batch_of,
     build,
-    largest_difference,
     padded,
     tiny_config,
 )
@@ -22,11 +21,17 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     StaticCache,
+    pipeline,
 )
 
 import vanilla_transformer
-from vanilla_transformer import VanillaTransformerForCausalLM, VanillaTransformerForMaskedLM
+from vanilla_transformer import (
+    VanillaTransformerForCausalLM,
+    VanillaTransformerForMaskedLM,
+    VanillaTransformerTokenizer,
+)
 
 
 ENCODER_HEADS = {
@@ -115,6 +120,22 @@ def test_a_decoder_moves_between_translation_and_language_model(layout, tmp_path
         assert torch.equal(back.state_dict()[key], tensor), key
 
 
+def test_masks_written_in_a_text_are_filled_where_special_tokens_in_texts_count(tmp_path):
+    VanillaTransformerTokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=False)
+    torch.manual_seed(0)
+    model = VanillaTransformerForMaskedLM(tiny_config(vocab_size=len(tokenizer))).eval()
+    (ids,) = tokenizer(["one  two"]).input_ids
+    position = len(tokenizer("one ", add_special_tokens=False).input_ids)
+    ids.insert(position, tokenizer.mask_token_id)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, position].softmax(-1).topk(3)
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
+    found = fill("one <mask> two")
+    assert [answer["token"] for answer in found] == expected.indices.tolist()
+    assert [answer["score"] for answer in found] == pytest.approx(expected.values.tolist())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [VanillaTransformerForCausalLM, VanillaTransformerForMaskedLM])
 def test_language_models_load_bitwise_and_resize_with_their_ties(kind, tied, tmp_path):
@@ -154,17 +175,7 @@ def test_a_language_model_is_the_decoder_whose_attention_to_the_encoder_adds_not
         torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-10)
 
 
-FLEX = pytest.param(
-    # torch 2.13 warns of how transformers 5.23 makes the mask.
-    "flex_attention",
-    marks=[
-        pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
-        pytest.mark.slow,  # It is compiled.
-    ],
-)
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa", FLEX])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_language_model_ignores_padding_on_the_left(attention):
     model = language_model(d_model=48, encoder_attention_heads=3)
     model.set_attn_implementation(attention)
@@ -249,18 +260,3 @@ def test_parts_of_the_tensor_parallel_plan_exist():
         assert set(model._tp_plan) <= names
         matrices = {name for name in names if name.endswith(("_proj", "fc1", "fc2"))}
         assert matrices <= set(model._tp_plan)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
-@pytest.mark.parametrize("architecture", ["default", "pre_norm"])
-def test_flex_attention_equals_eager(architecture):
-    model = build(**ARCHITECTURES[architecture], d_model=48)
-    batch = batch_of(SOURCES, TARGETS)
-    real = batch["decoder_attention_mask"].bool()
-    logits = {}
-    for attention in ("eager", "flex_attention"):
-        model.set_attn_implementation(attention)
-        with torch.no_grad():
-            logits[attention] = model(**batch).logits[real]
-    assert largest_difference(logits["flex_attention"], logits["eager"].numpy()) < 1e-6

@@ -66,6 +66,9 @@ class HubServer:
         self.tokens = tokens
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
+        # Larger objects than this are sent in parts of so many bytes, and put together when all have arrived.
+        self.part_size: int | None = None
+        self.parts: dict[tuple[str, int], bytes] = {}
         self.requests: list[Request] = []
         self.accidents: list[Accident] = []
         self.lock = threading.RLock()
@@ -191,6 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
             ("POST", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", self._commit),
             ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self._batch),
             ("PUT", r"/storage/([0-9a-f]{64})", self._store),
+            ("PUT", r"/storage/([0-9a-f]{64})/([0-9]+)", self._store_part),
+            ("POST", r"/api/complete_multipart", self._complete),
             ("POST", r"/api/verify", self._verify),
             ("GET", r"/storage/([0-9a-f]{64})", self._fetch),
             ("GET", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
@@ -320,19 +325,47 @@ class _Handler(BaseHTTPRequestHandler):
             entry = {"oid": item["oid"], "size": item["size"]}
             if item["oid"] not in self.hub.objects:
                 entry["actions"] = {
-                    "upload": {"href": f"{self.hub.storage}/{item['oid']}?X-Amz-Signature=signed"},
+                    "upload": self._upload_action(item["oid"], item["size"]),
                     "verify": {"href": f"{self.hub.url}/api/verify"},
                 }
             objects.append(entry)
         return _Answer(200, {"transfer": "basic", "objects": objects})
 
-    def _store(self, body: bytes, digest: str) -> _Answer:
+    def _upload_action(self, oid: str, size: int) -> dict:
+        place, signature, part_size = f"{self.hub.storage}/{oid}", "X-Amz-Signature=signed", self.hub.part_size
+        if part_size is None or size <= part_size:
+            return {"href": f"{place}?{signature}"}
+        urls = {str(n): f"{place}/{n}?{signature}" for n in range(1, -(-size // part_size) + 1)}
+        # A client that forgets to sort them as numbers puts 10 before 2.
+        urls = dict(sorted(urls.items()))
+        return {
+            "href": f"{self.hub.url}/api/complete_multipart?{signature}",
+            "header": {"chunk_size": str(part_size), **urls},
+        }
+
+    def _check_signature(self) -> None:
         if parse_qs(urlsplit(self.path).query).get("X-Amz-Signature") != ["signed"]:
-            return _Answer(403, {})
+            raise _Answer(403, {})
+
+    def _store(self, body: bytes, digest: str) -> _Answer:
+        self._check_signature()
         if hashlib.sha256(body).hexdigest() != digest:
             return _Answer(400, {"error": "digest"})
         self.hub.objects[digest] = body
         return _Answer(200, {})
+
+    def _store_part(self, body: bytes, digest: str, number: str) -> _Answer:
+        self._check_signature()
+        self.hub.parts[digest, int(number)] = body
+        return _Answer(200, {}, ETag=f'"{hashlib.md5(body).hexdigest()}"')
+
+    def _complete(self, body: bytes) -> _Answer:
+        self._check_signature()
+        values = json.loads(body)
+        parts = [self.hub.parts.get((values["oid"], part["partNumber"]), b"") for part in values["parts"]]
+        if [part["etag"] for part in values["parts"]] != [f'"{hashlib.md5(part).hexdigest()}"' for part in parts]:
+            return _Answer(400, {"error": "etag"})
+        return self._store(b"".join(parts), values["oid"])
 
     def _verify(self, body: bytes) -> _Answer:
         values = json.loads(body)

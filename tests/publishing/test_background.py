@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +211,31 @@ def test_only_the_main_process_publishes(online, monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "1")
     assert train_verb._push(options) is None
     assert train_verb._push(replace(options, push_to_hub=None)) is None
+
+
+def test_of_two_processes_one_publishes(server, tmp_path):
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": server.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": TOKEN,
+    }
+    arguments = ["--train_files", *SENTENCES, "--valid_files", *SENTENCES, "--output_dir", tmp_path / "run", *TINY]
+    arguments += ["--max_updates", "8", "--save_every", "2", "--num_processes", "2", "--push_to_hub", "user/en-de"]
+    command = [sys.executable, "-m", "vanilla_transformer", "train", *map(str, arguments)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
+    repository = server.repositories["user/en-de"]
+    assert repository.messages[-1] == "Result of the run"
+    assert len({*repository.messages}) == len(repository.messages)
+    assert server.count("POST", "/api/repos/create") == 1
+    assert server.count("POST", "/commit/") == len(repository.messages) - 1
+    assert process.stderr.count("Published as ") == 1
+    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert server.files("user/en-de")["model.safetensors"] == weights
 
 
 def test_a_stopped_run_publishes_its_last_checkpoint_and_keeps_its_status(online, server, train):

@@ -160,6 +160,28 @@ def test_trouble_that_passes_is_outlived(online, server, call, model, method, pa
     assert server.files("user/en-de")["model.safetensors"] == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "kind"),
+    [
+        ("PUT", "^/storage/.*/1$", 503),
+        ("PUT", "^/storage/.*/11$", "cut before"),
+        ("PUT", "^/storage/.*/2$", "cut after"),
+        ("POST", "/api/complete_multipart", 500),
+        ("POST", "/api/complete_multipart", "cut before"),
+        ("POST", "/api/complete_multipart", "cut after"),
+        ("POST", "/api/verify", 502),
+    ],
+)
+def test_trouble_with_parts_of_a_large_file_is_outlived(online, server, call, model, method, path, kind):
+    server.part_size = 3072
+    server.fail(method, path, kind, times=2)
+    status, _, err = call("publish", model, "--repo", "user/en-de")
+    assert status == 0, err
+    assert server.accidents[0].times == 0
+    assert server.count("PUT", "^/storage/[0-9a-f]+/11$") >= 1
+    assert server.files("user/en-de")["model.safetensors"] == (model / "model.safetensors").read_bytes()
+
+
 def test_the_wait_that_the_hub_asks_for_is_kept(online, server, call, model):
     server.fail("POST", "/commit/", 429, Retry_After="37")
     assert call("publish", model, "--repo", "user/en-de")[0] == 0

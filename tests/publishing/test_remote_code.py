@@ -62,11 +62,16 @@ def test_a_published_model_runs_where_the_package_is_not_installed(server, model
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path / "hf"),
     }
+    # In parts, as the Hub takes files of gigabytes.
+    server.part_size = 3072
     out, err = run(
         [sys.executable, SCRIPT, "publish", model, "--repo", "team/en-de", "--private"], **hub, HF_TOKEN=TOKEN
     )
     assert out.startswith(f"{server.url}/team/en-de/commit/")
     assert TOKEN not in out + err
+    size = (model / "model.safetensors").stat().st_size
+    assert server.count("PUT", "^/storage/[0-9a-f]+/[0-9]+$") == -(-size // 3072) > 10
+    assert server.count("PUT", "^/storage/[0-9a-f]+$") == 0
     # -I leaves out the working directory and PYTHONPATH, -S what is installed.
     code = f"import sys; sys.path.insert(0, {isolated(tmp_path)!r})\n{LOAD}"
     out, _ = run([sys.executable, "-I", "-S", "-c", code, "team/en-de", *TEXTS], **hub, HF_TOKEN=TOKEN)
