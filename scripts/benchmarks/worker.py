@@ -15,8 +15,8 @@ from variants import LABEL_SMOOTHING, VARIANTS, Task, own_accelerate
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.memory import FreedMemory
 from vanilla_transformer.training.preparation import prepare
-from vanilla_transformer.training.process import keep_freed_memory
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -95,7 +95,7 @@ class Bench:
         self.device = torch.device(setting.device)
         if shared and setting.device == "cpu":
             # The engine sets this for its process, for good: the others have it from their first round on, too.
-            keep_freed_memory()
+            FreedMemory()
         self.task = Task(options, prepare(options, setting.cache_dir), self.device)
 
     def measure(self, name: str, *, seed: int, warmup: int, seconds: float, updates: int) -> dict:

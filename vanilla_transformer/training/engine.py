@@ -43,8 +43,9 @@ from .initialisation import make_model
 from .journal import Journal, Window, validation_line
 from .leases import hand_out
 from .loss import SmoothedTranslationLoss
+from .memory import FreedMemory
 from .preparation import PreparedData, prepare
-from .process import OUT_OF_TIME, accelerating, catch_signals, keep_freed_memory
+from .process import OUT_OF_TIME, accelerating, catch_signals
 from .reading_order import make_plan
 from .result import TrainingResult, write_result
 from .run_folder import write_run_record
@@ -126,8 +127,7 @@ class TrainingRun:
         self.on_checkpoint = on_checkpoint
         self.checkpoints = options.output_dir / "checkpoints"
         self.plan = make_plan(data.train, options, accelerator)
-        if accelerator.device.type == "cpu":
-            keep_freed_memory()
+        self._freed_memory = FreedMemory() if accelerator.device.type == "cpu" else None
         self.model = make_model(options, data.tokenizer, accelerator.device)
         self.update = 0
         # The signal that stops the run, or OUT_OF_TIME; 0 while it goes on.
@@ -315,6 +315,8 @@ class TrainingRun:
             raise stopped(reason, self.checkpoints, number - 1) from error
         if self.average is not None:
             self.average.follow(number)
+        if self._freed_memory is not None:
+            self._freed_memory.update_done()
         return sums
 
     def save(self) -> None:

@@ -17,7 +17,7 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
 from .configuration import TrainingOptions
-from .process import return_freed_memory
+from .memory import return_freed_memory
 from .texts import open_texts
 from .warm_start import check_vocabulary, starting_configuration, starting_folder
 

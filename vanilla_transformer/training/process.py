@@ -1,8 +1,6 @@
-"""What a training run asks of its process: devices, signals and memory."""
+"""What a training run asks of its process: devices and signals."""
 
-import ctypes
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -65,21 +63,3 @@ def catch_signals(handle: Callable[[int], None]):
             previous = signal.signal(number, lambda received, _frame: handle(received))
             stack.callback(signal.signal, number, previous)
         yield
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed tensors' memory: a small model would spend much of its time asking the kernel for it."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            trim_threshold, mmap_threshold = -1, -3
-            libc.mallopt(mmap_threshold, 1 << 25)
-            libc.mallopt(trim_threshold, 1 << 30)
-
-
-def return_freed_memory() -> None:
-    """Have glibc give the kernel back what was freed in many small pieces, as by the training of a vocabulary."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)

@@ -1,0 +1,83 @@
+"""Tests of what becomes of freed memory."""
+
+import sys
+
+import pytest
+import torch
+
+from vanilla_transformer.training import memory
+from vanilla_transformer.training.memory import FreedMemory, resident_memory
+
+
+MEBIBYTE = 2**20
+
+
+@pytest.fixture
+def freed_memory():
+    freed_memory = FreedMemory()
+    memory.return_freed_memory()
+    freed_memory.update_done()
+    return freed_memory
+
+
+def allocate(count: int) -> list[torch.Tensor]:
+    """Tensors of a mebibyte, all of it in memory."""
+    return [torch.ones(MEBIBYTE // 4) for _ in range(count)]
+
+
+def tensors_between_gaps() -> list[torch.Tensor]:
+    """As many tensors as double what this process has, at least 400; all but each tenth are freed."""
+    return allocate(max(400, resident_memory() // MEBIBYTE))[::10]
+
+
+needs_glibc = pytest.mark.skipif(memory._glibc() is None, reason="memory is not managed by glibc")
+
+
+@needs_glibc
+def test_gaps_are_given_back_once_memory_has_grown_by_half(freed_memory):
+    before = resident_memory()
+    kept = tensors_between_gaps()
+    grown = resident_memory()
+    assert grown > 1.5 * before
+    freed_memory.update_done()
+    # What is kept, and a third of what was freed.
+    assert resident_memory() < before + (len(kept) + 3 * len(kept)) * MEBIBYTE
+
+
+@needs_glibc
+def test_what_is_freed_is_kept_until_then(freed_memory):
+    before = resident_memory()
+    size = int(before * 0.3 / MEBIBYTE)
+    allocate(size)
+    freed_memory.update_done()
+    assert resident_memory() > before + 0.8 * size * MEBIBYTE
+
+
+@needs_glibc
+def test_the_bound_rises_with_what_updates_need(freed_memory, monkeypatch):
+    returned = []
+    monkeypatch.setattr(memory, "return_freed_memory", lambda: returned.append(None))
+    counts = []
+    for resident in (100, 160, 140, 200, 215, 140):
+        monkeypatch.setattr(memory, "resident_memory", lambda resident=resident: resident * MEBIBYTE)
+        if not counts:
+            freed_memory._needed = None
+        freed_memory.update_done()
+        counts.append(len(returned))
+    assert counts == [0, 1, 1, 1, 2, 2]
+
+
+def test_a_system_that_does_not_tell_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_STATISTICS", tmp_path / "missing")
+    returned = []
+    monkeypatch.setattr(memory, "return_freed_memory", lambda: returned.append(None))
+    freed_memory = FreedMemory()
+    for _ in range(3):
+        freed_memory.update_done()
+    assert resident_memory() is None and not returned
+
+
+def test_without_glibc_nothing_is_asked_of_it(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    FreedMemory().update_done()
+    memory.return_freed_memory()
