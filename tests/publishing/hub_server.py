@@ -26,10 +26,11 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, branch: str, files: dict, message: str) -> str:
+    def commit(self, branch: str, files: dict, message: str, deleted: tuple[str, ...] = ()) -> str:
         parent = self.branches.get(branch, "")
         name = hashlib.sha1(f"{parent} {message} {len(self.commits)}".encode()).hexdigest()
-        self.commits[name] = {**self.commits.get(parent, {}), **files}
+        kept = {path: content for path, content in self.commits.get(parent, {}).items() if path not in deleted}
+        self.commits[name] = {**kept, **files}
         self.branches[branch] = name
         self.messages.append(message)
         return name
@@ -374,9 +375,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, body: bytes, name: str, revision: str) -> _Answer:
         repository = self._repository(name, write=True)
-        self._revision(repository, revision)
+        present = repository.commits[self._revision(repository, revision)]
         header, *operations = [json.loads(line) for line in body.splitlines()]
         files: dict[str, bytes | str] = {}
+        deleted = []
         for operation in operations:
             value = operation["value"]
             if operation["key"] == "lfsFile":
@@ -385,9 +387,13 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = value["oid"]
             elif operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "deletedFile":
+                if value["path"] not in present:
+                    return _Answer(400, {"error": f"{value['path']} is not there"})
+                deleted.append(value["path"])
             else:
                 return _Answer(400, {"error": operation["key"]})
-        commit = repository.commit(revision, files, header["value"]["summary"])
+        commit = repository.commit(revision, files, header["value"]["summary"], tuple(deleted))
         return _Answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{commit}", "commitOid": commit})
 
     def _resolve(self, _: bytes, name: str, revision: str, path: str) -> _Answer:

@@ -5,6 +5,7 @@ import pytest
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from publishing_material import TOKEN
 
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.publishing import upload
 
 
@@ -67,6 +68,31 @@ def test_publishing_again_sends_only_what_changed(online, server, call, model):
     assert call("publish", model, "--repo", "team/en-de", "--license", "mit")[0] == 0
     assert server.count("PUT", "^/storage/") == 1
     assert len(server.repositories["team/en-de"].commits) == 3
+
+
+def test_of_an_earlier_model_nothing_stays(online, server, call, model, run_folder, tmp_path):
+    assert call("publish", run_folder, "--repo", "user/en-de")[0] == 0
+    server.repositories["user/en-de"].commit("main", {"spm.model": b"old", "notes.txt": b"mine"}, "More")
+    sharded = VanillaTransformerForConditionalGeneration.from_pretrained(model)
+    for path in (model / "model.safetensors", model / "generation_config.json"):
+        path.unlink()
+    sharded.save_pretrained(model, max_shard_size="8KB")
+    (model / "generation_config.json").unlink()
+    assert call("publish", model, "--repo", "user/en-de")[0] == 0
+    repository = server.repositories["user/en-de"]
+    assert repository.messages[-2:] == ["More", "Publish the model"]
+    files = server.files("user/en-de")
+    gone = {"model.safetensors", "generation_config.json", "metrics.jsonl", "learning_curve.svg", "spm.model"}
+    assert not gone & files.keys()
+    assert {"model.safetensors.index.json", "notes.txt", ".gitattributes"} <= files.keys()
+    folder = snapshot_download("user/en-de", cache_dir=tmp_path / "cache", endpoint=server.url)
+    loaded = VanillaTransformerForConditionalGeneration.from_pretrained(folder)
+    assert loaded.state_dict().keys() == sharded.state_dict().keys()
+    assert all(value.equal(sharded.state_dict()[name]) for name, value in loaded.state_dict().items())
+    # And back: one file instead of many.
+    assert call("publish", run_folder, "--repo", "user/en-de")[0] == 0
+    names = server.files("user/en-de").keys()
+    assert [name for name in names if name.startswith(("model.", "model-"))] == ["model.safetensors"]
 
 
 def test_private_repositories(online, server, call, refused, model):

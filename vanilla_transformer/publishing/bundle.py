@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from vanilla_transformer import modeling_vanilla_transformer
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
 
-from .card import CARD, FACTS, card_files
+from .card import CARD, FACTS, PICTURE, card_files
 from .facts import Facts, merged, read_facts, read_json
 from .remote_code import published_config, published_tokenizer_config, source_files
 from .run_facts import find_facts, find_scores, records_until
@@ -28,6 +28,8 @@ _TOKENIZER = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.jinja|.*\.(spm|model)"
 )
+# What belongs to one model, and would be taken for part of the next one that is published in its place.
+_MODEL_FILES = (_INDEX, "generation_config.json", "metrics.jsonl", PICTURE)
 _UPDATE = re.compile(r"update-(\d+)")
 
 
@@ -54,6 +56,22 @@ class Bundle:
             name: content.stat().st_size if isinstance(content, Path) else len(content)
             for name, content in sorted(self.files.items())
         }
+
+    def replaced(self, names: Iterable[str]) -> list[str]:
+        """Files of an earlier model that this one lacks.
+
+        Args:
+            names: Files of the repository.
+
+        Returns:
+            Those of them that must go when this model comes: weights in other pieces, for example.
+        """
+        return [
+            name
+            for name in names
+            if name not in self.files
+            and (name in _MODEL_FILES or _WEIGHTS.fullmatch(name) or ("/" not in name and _TOKENIZER.fullmatch(name)))
+        ]
 
 
 def make_bundle(

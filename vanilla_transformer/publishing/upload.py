@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -116,7 +116,8 @@ class Hub:
         """Publish the files as one commit.
 
         Large files are sent first and belong to no revision until the commit names them, so that an upload that
-        fails anywhere leaves the repository as it was. An attempt sends again only what has not arrived.
+        fails anywhere leaves the repository as it was. An attempt sends again only what has not arrived. Files of an
+        earlier model that this one lacks go with the same commit.
 
         Args:
             bundle: The files.
@@ -139,6 +140,8 @@ class Hub:
                 CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
                 for name, content in bundle.files.items()
             ]
+            present = self._api.list_repo_files(destination.repo, revision=destination.revision)
+            operations += [CommitOperationDelete(name, is_folder=False) for name in bundle.replaced(present)]
             return self._api.create_commit(
                 destination.repo, operations, commit_message=message, revision=destination.revision
             )
