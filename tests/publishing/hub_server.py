@@ -42,7 +42,10 @@ class Repository:
 
 @dataclass
 class Accident:
-    """What happens to the next requests: a status, or the connection is cut before or after the work is done."""
+    """What happens to the next requests.
+
+    A status, or the connection is cut before or after the work is done, or it is held and never answered.
+    """
 
     method: str
     path: str
@@ -76,6 +79,8 @@ class HubServer:
         # Requests for large files wait while it is cleared.
         self.open = threading.Event()
         self.open.set()
+        # Set at the end; nobody hears from silent requests before.
+        self.over = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -87,6 +92,7 @@ class HubServer:
         return self
 
     def __exit__(self, *_):
+        self.over.set()
         self.open.set()
         self._server.shutdown()
         self._server.server_close()
@@ -142,6 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
             if accident is not None:
                 accident.times -= 1
         if accident is not None and accident.kind == "cut before":
+            return self._cut()
+        if accident is not None and accident.kind == "silence":
+            self.hub.over.wait(60)
             return self._cut()
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if "chunked" in (self.headers.get("Transfer-Encoding") or ""):

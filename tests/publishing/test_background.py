@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from vanilla_transformer.cli import train as train_verb
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.publishing import upload
 from vanilla_transformer.publishing.background import BackgroundPush
 from vanilla_transformer.publishing.upload import Destination, Hub, UploadError
 from vanilla_transformer.training.checkpoints import rotate
@@ -176,6 +177,15 @@ def test_a_hub_that_comes_and_goes(online, server, train, tmp_path):
     assert status == 0, err
     assert "its checkpoints will try again" in err
     assert server.repositories["user/en-de"].messages[-1] == "Result of the run"
+
+
+def test_a_silent_hub_does_not_hold_the_run_up(online, server, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "_SILENCE", 0.2)
+    server.fail("POST", "", "silence", times=10_000)
+    status, _, err = train("--push_to_hub", "user/en-de")
+    assert status == 1
+    assert "its checkpoints will try again" in err and "was not published" in err.splitlines()[-1]
+    assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
 def test_a_hub_that_stays_away_costs_the_run_nothing(online, server, train, tmp_path, monkeypatch):

@@ -208,6 +208,13 @@ def test_trouble_with_parts_of_a_large_file_is_outlived(online, server, call, mo
     assert server.files("user/en-de")["model.safetensors"] == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/repos/create"), ("POST", "/commit/"), ("PUT", "^/storage/")])
+def test_a_hub_that_falls_silent_is_given_up(online, server, refused, model, monkeypatch, method, path):
+    monkeypatch.setattr(upload, "_SILENCE", 0.2)
+    server.fail(method, path, "silence", times=1000)
+    assert f"not reached in {PATIENCE} attempts" in refused("publish", model, "--repo", "user/en-de")
+
+
 def test_the_wait_that_the_hub_asks_for_is_kept(online, server, call, model):
     server.fail("POST", "/commit/", 429, Retry_After="37")
     assert call("publish", model, "--repo", "user/en-de")[0] == 0

@@ -68,6 +68,8 @@ class BackgroundPush:
     def finish(self, result: Path | None, timeout: float | None = None) -> None:
         """Wait for what is under way, and publish the run's result.
 
+        It comes to an end even if the Hub falls silent: `Hub` gives up waiting for an answer, and trying again.
+
         Args:
             result: Folder of the result; `None` for a run that was stopped, whose last checkpoint counts.
             timeout: How many seconds to wait for checkpoints; `None` for as long as it takes.

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, set_client_factory
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import _http, validate_repo_id
 
 from vanilla_transformer.errors import UserError
 
@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 60.0
+# Seconds without a byte after which a Hub counts as away; huggingface_hub's own client waits for ever.
+_SILENCE = 60.0
 _REFERENCE = re.compile(r"(?!.*(?:\.\.|//|@\{))[\w][\w./+-]*(?<![./])")
 
 
@@ -84,6 +86,7 @@ class Hub:
         self._token = get_token()
         if self._token is None:
             raise UserError("There is no token of the Hub; run `hf auth login`, or set HF_TOKEN.")
+        set_client_factory(_client)
         self._api = HfApi(token=self._token)
 
     def prepare(self, destination: Destination, attempts: int = ATTEMPTS) -> None:
@@ -198,6 +201,12 @@ def secrets(token: str | None) -> dict[str, str]:
     folders = {str(Path.home()), os.getcwd()} - {os.sep}
     words = {folder + os.sep: f"a path of this machine ({folder})" for folder in folders}
     return words | ({} if token is None else {token: "the token of the Hub"})
+
+
+def _client() -> Any:
+    client = _http.default_client_factory()
+    client.timeout = _SILENCE
+    return client
 
 
 def _cause(error: BaseException) -> Exception | None:
