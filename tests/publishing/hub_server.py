@@ -196,6 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             ("POST", r"/api/validate-yaml", self._validate),
             ("GET", r"/api/models/([^/]+/[^/]+)", self._info),
             ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", self._info),
+            ("GET", r"/api/models/([^/]+/[^/]+)/auth-check/write", self._check_writing),
             ("GET", r"/api/models/([^/]+/[^/]+)/refs", self._refs),
             ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)(?:/.*)?", self._tree),
             ("POST", r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", self._branch),
@@ -274,6 +275,10 @@ class _Handler(BaseHTTPRequestHandler):
         commit = self._revision(repository, revision)
         files = [{"rfilename": path} for path in repository.commits[commit]]
         return _Answer(200, {"id": name, "sha": commit, "private": repository.private, "siblings": files, "tags": []})
+
+    def _check_writing(self, _: bytes, name: str) -> _Answer:
+        self._repository(name, write=True)
+        return _Answer(200, {})
 
     def _refs(self, _: bytes, name: str) -> _Answer:
         repository = self._repository(name)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hub_server import Repository
 from publishing_material import SENTENCES, TINY, TOKEN
 from safetensors.torch import load_file
 
@@ -203,12 +204,15 @@ def test_a_hub_that_stays_away_costs_the_run_nothing(online, server, train, tmp_
     ("flags", "words"),
     [
         (["--push_to_hub", "strangers/en-de"], "may not write to strangers/en-de"),
+        (["--push_to_hub", "another/en-de"], "may not write to another/en-de"),
         (["--push_to_hub", "no name"], "not the name of a repository"),
         (["--hub_private"], "--hub_private was given without --push_to_hub"),
         (["--hub_revision", "x"], "--hub_revision was given without --push_to_hub"),
     ],
 )
 def test_what_cannot_be_published_is_refused_before_the_run(online, server, train, tmp_path, flags, words):
+    server.repositories["another/en-de"] = Repository(private=False)
+    server.repositories["another/en-de"].commit("main", {}, "initial commit")
     status, _, err = train(*flags)
     assert status == 1 and words in err
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -104,6 +104,8 @@ class Hub:
 
         def prepare() -> None:
             self._api.create_repo(repo, private=destination.private or None, exist_ok=True)
+            # A repository that exists is no mistake to `create_repo`, even where the token may only read it.
+            self._api.auth_check(repo, write=True)
             if destination.private and not self._api.repo_info(repo).private:
                 raise UserError(f"{repo} exists and is public; leave out --private, or name another repository.")
             if destination.tag is not None:
