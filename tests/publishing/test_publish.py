@@ -124,6 +124,18 @@ def test_branches_and_tags(online, server, call, refused, model, tmp_path):
         assert file.read() == other.read() == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_tag_that_fails_is_not_taken_for_the_commit(online, server, call, refused, model, status):
+    server.fail("POST", "/tag/", status, times=PATIENCE)
+    line = refused("publish", model, "--repo", "user/en-de", "--tag", "v1")
+    repository = server.repositories["user/en-de"]
+    head = repository.branches["main"]
+    assert f"published as {server.url}/user/en-de/commit/{head}, but without the tag v1" in line
+    server.accidents.clear()
+    assert call("publish", model, "--repo", "user/en-de", "--tag", "v1")[0] == 0
+    assert repository.tags == {"v1": head} and repository.branches["main"] == head
+
+
 def test_a_dry_run_prints_files_and_card_and_asks_nobody(online, server, call, run_folder, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     status, out, _ = call("publish", run_folder, "--repo", "user/en-de", "--dry_run")

@@ -153,11 +153,19 @@ class Hub:
 
         info = self._attempt(commit, destination.repo, attempts)
         if destination.tag is not None:
-            self._attempt(
-                lambda: self._api.create_tag(destination.repo, tag=destination.tag, revision=info.oid, exist_ok=True),
-                destination.repo,
-                attempts,
-            )
+            try:
+                self._attempt(
+                    lambda: self._api.create_tag(
+                        destination.repo, tag=destination.tag, revision=info.oid, exist_ok=True
+                    ),
+                    destination.repo,
+                    attempts,
+                )
+            except UserError as error:
+                raise type(error)(
+                    f"The model was published as {info.commit_url}, but without the tag {destination.tag}: {error} "
+                    "Publishing again sets it."
+                ) from error
         return info.commit_url
 
     def _attempt(self, action: Callable[[], Result], repo: str, attempts: int) -> Result:
