@@ -233,6 +233,12 @@ def test_the_wait_that_the_hub_asks_for_is_kept(online, server, call, model):
     assert max(online) >= 37
 
 
+def test_no_hub_makes_us_wait_for_days(online, server, call, model):
+    server.fail("POST", "/repos/create", 429, Retry_After="900000")
+    assert call("publish", model, "--repo", "user/en-de")[0] == 0
+    assert online == [600]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "kind"),
     [("PUT", "^/storage/", 500), ("POST", "/commit/", 503), ("PUT", "^/storage/", "cut before")],

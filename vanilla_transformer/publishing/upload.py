@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 60.0
+# Longest wait, in seconds, that a Hub may ask for.
+_LONGEST_ASKED = 600.0
 # Seconds without a byte after which a Hub counts as away; huggingface_hub's own client waits for ever.
 _SILENCE = 60.0
 _REFERENCE = re.compile(r"(?!.*(?:\.\.|//|@\{))[\w][\w./+-]*(?<![./])")
@@ -238,6 +240,6 @@ def _told(error: Exception) -> str:
 
 
 def _retry_after(response: object) -> float:
-    """Seconds that an answer asks to wait."""
+    """Seconds that an answer asks to wait, within bounds."""
     value = "" if response is None else response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else 0.0
+    return min(float(value), _LONGEST_ASKED) if value.isdecimal() else 0.0
