@@ -1,6 +1,7 @@
 import json
 import math
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from vanilla_transformer.publishing.card import card_files, render
 from vanilla_transformer.publishing.curve import draw
 from vanilla_transformer.publishing.facts import Curve, Facts, TestScore, TrainingText, merged, read_facts
 from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.run_folder import note_result
 
 
 SCORE = TestScore(
@@ -174,6 +176,23 @@ def test_facts_are_those_of_the_run(run_folder):
     assert [point[0] for point in facts.curve.train] == [record["update"] for record in train]
     assert facts.curve.valid[-1] == (8, round(records[-1]["loss"], 4))
     assert facts.scores == ()
+
+
+def test_facts_are_those_of_the_checkpoints_that_the_result_was_made_of(run_folder, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    assert read(folder / "run.json")["result"] == {"updates": [6, 8]}
+    # As `--result best` with `--average_last 3` leaves it, or a resumed run that has not ended.
+    note_result(folder, [4, 2, 6])
+    bundle = make_bundle(folder, "user/en-de")
+    assert (bundle.facts.training.updates, bundle.facts.training.averaged) == (6, 3)
+    assert "The weights are the mean of 3 checkpoints." in bundle.card
+    assert max(json.loads(line)["update"] for line in bundle.files["metrics.jsonl"].splitlines()) == 6
+    assert bundle.facts.curve.train[-1][0] == 6
+    note_result(folder, None)
+    training = make_bundle(folder, "user/en-de").facts.training
+    assert training.updates is training.averaged is training.epochs is training.seconds is None
+    assert training.options
 
 
 def test_a_model_without_a_run_has_the_facts_of_its_files(model_folder):

@@ -18,7 +18,7 @@ from vanilla_transformer.errors import UserError
 from .card import CARD, FACTS, PICTURE, card_files
 from .facts import Facts, merged, read_facts, read_json
 from .remote_code import published_config, published_tokenizer_config, source_files
-from .run_facts import find_facts, find_scores, records_until
+from .run_facts import find_facts, find_scores, records_until, result_updates
 
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -102,8 +102,8 @@ def make_bundle(
     weights = check_model_folder(folder)
     run = run or run_of(folder)
     match = _UPDATE.fullmatch(folder.resolve().name)
-    update = int(match[1]) if match else None
-    found = find_facts(folder, run, weights, name=place, update=update)
+    updates = [int(match[1])] if match else [] if run is None else result_updates(run)
+    found = find_facts(folder, run, weights, name=place, updates=updates)
     if not evaluations and (folder / "evaluation.json").exists():
         evaluations = [folder / "evaluation.json"]
     if scores := [score for path in evaluations for score in find_scores(path)]:
@@ -117,7 +117,7 @@ def make_bundle(
     if "tokenizer_config.json" in files:
         files["tokenizer_config.json"] = _json(published_tokenizer_config(read_json(folder / "tokenizer_config.json")))
     files |= {path.name: path for path in source_files()}
-    if run is not None and (records := records_until(run, update)):
+    if run is not None and (records := records_until(run, max(updates, default=None))):
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         files["metrics.jsonl"] = lines.encode()
     files |= {name: text.encode() for name, text in card_files(facts, place, revision=revision).items()}

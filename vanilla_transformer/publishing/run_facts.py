@@ -3,13 +3,13 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.journal import read_journal
 
 from .facts import TestScore, read_json
@@ -55,7 +55,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def find_facts(
-    folder: Path, run: Path | None, weights: list[Path], *, name: str, update: int | None = None
+    folder: Path, run: Path | None, weights: list[Path], *, name: str, updates: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Gather what the files say.
 
@@ -64,7 +64,7 @@ def find_facts(
         run: Folder of the run that made it, with `run.json`, `options.yaml` and `metrics.jsonl`; `None` if unknown.
         weights: Its weights, in safetensors.
         name: Name of the model.
-        update: Number of optimiser steps of the checkpoint that it is; `None` for a run's result.
+        updates: Numbers of optimiser steps of the checkpoints that it is made of; empty if unknown.
 
     Returns:
         A record for `facts.read_facts`.
@@ -81,7 +81,7 @@ def find_facts(
     if length is not None and length < 1e9:
         found["max_source_tokens"] = int(length)
     if run is not None:
-        _add_run(found, run, update)
+        _add_run(found, run, updates)
     return found
 
 
@@ -122,7 +122,12 @@ def records_until(run: Path, update: int | None) -> list[dict[str, Any]]:
     return [record for record in records if update is None or record["update"] <= update]
 
 
-def _add_run(found: dict[str, Any], run: Path, update: int | None) -> None:
+def result_updates(run: Path) -> list[int]:
+    """Numbers of optimiser steps of the checkpoints that a run's result was made of; empty if it is not recorded."""
+    return (read_json(run / "run.json").get("result") or {}).get("updates", [])
+
+
+def _add_run(found: dict[str, Any], run: Path, updates: Sequence[int]) -> None:
     record = read_json(run / "run.json")
     options = yaml.safe_load((run / "options.yaml").read_text(encoding="utf-8"))
     languages = (options.get("source_language"), options.get("target_language"))
@@ -137,14 +142,16 @@ def _add_run(found: dict[str, Any], run: Path, update: int | None) -> None:
         "dropped_pairs": sum(train["dropped"].values()) if "dropped" in train else None,
         "valid_pairs": valid.get("pairs_kept") if valid else None,
     }
+    # Of a result that nobody noted, how far the run has come tells nothing.
+    update = max(updates, default=None)
     records = records_until(run, update)
     steps = [item for item in records if item["kind"] == "train"]
     seconds = [item.get("seconds") for item in steps]
     found["training"] = {
-        "updates": update if update is not None else (steps[-1]["update"] if steps else None),
-        "epochs": steps[-1].get("epoch") if steps else None,
-        "averaged": _averaged(options) if update is None else 1,
-        "seconds": round(sum(seconds), 1) if seconds and None not in seconds else None,
+        "updates": update,
+        "epochs": steps[-1].get("epoch") if steps and updates else None,
+        "averaged": len(updates) or None,
+        "seconds": round(sum(seconds), 1) if seconds and updates and None not in seconds else None,
         "device": str(record["device"]).split(":")[0],
         "processes": record["processes"],
         "options": {key: options[key] for key in _OPTIONS if options.get(key) is not None},
@@ -154,11 +161,6 @@ def _add_run(found: dict[str, Any], run: Path, update: int | None) -> None:
         "train": _points((item["update"], item["nll"]) for item in steps),
         "valid": _points((item["update"], item["loss"]) for item in records if item["kind"] == "valid"),
     }
-
-
-def _averaged(options: dict[str, Any]) -> int:
-    names = TrainingOptions.__dataclass_fields__
-    return TrainingOptions(**{key: value for key, value in options.items() if key in names}).num_averaged
 
 
 def _hub_name(dataset: str | None) -> str | None:
