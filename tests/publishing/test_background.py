@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Repository
+from huggingface_hub import ModelCard
 from publishing_material import SENTENCES, TINY, TOKEN
 from safetensors.torch import load_file
 
@@ -147,6 +148,21 @@ def test_a_run_publishes_its_checkpoints_and_its_result(online, server, train, t
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run", run_folder))
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     assert TOKEN not in out + err + (tmp_path / "run" / "options.yaml").read_text()
+
+
+def test_what_facts_json_tells_is_published_with_every_checkpoint(online, server, train, tmp_path):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "facts.json"
+    path.write_text('{"licence": "mit"}')
+    status, _, err = train("--push_to_hub", "user/en-de")
+    assert status == 1 and "did you mean license" in err
+    assert server.requests == [] and [*path.parent.iterdir()] == [path]
+    path.write_text('{"license": "mit"}')
+    assert train("--push_to_hub", "user/en-de")[0] == 0
+    for name in [*server.repositories["user/en-de"].commits][1:]:
+        files = server.files("user/en-de", name)
+        assert json.loads(files["facts.json"])["license"] == "mit"
+        assert ModelCard(files["README.md"].decode()).data.license == "mit"
 
 
 def test_a_slow_hub_does_not_hold_the_run_up(online, server, train, tmp_path, monkeypatch):

@@ -37,11 +37,11 @@ def run(options: PublishOptions) -> int:
     if not options.message.strip():
         raise UserError("--message is empty; a commit needs a message.")
     from vanilla_transformer.publishing.bundle import (
-        FACTS,
         check_loads,
         check_model_folder,
         check_private,
         make_bundle,
+        told_facts,
     )
     from vanilla_transformer.publishing.facts import read_json
     from vanilla_transformer.publishing.upload import Destination, Hub, secrets
@@ -51,8 +51,7 @@ def run(options: PublishOptions) -> int:
     start()
     destination = Destination(repo=options.repo, private=options.private, revision=options.revision, tag=options.tag)
     check_model_folder(options.folder)
-    path = options.facts or options.folder / FACTS
-    told = read_json(path) if options.facts is not None or path.exists() else {}
+    told = told_facts(options.folder) if options.facts is None else read_json(options.facts)
     if options.license is not None:
         told["license"] = options.license
     hub = None if options.dry_run else Hub()

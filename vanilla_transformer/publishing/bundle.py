@@ -187,6 +187,12 @@ def check_loads(folder: Path) -> None:
         )
 
 
+def told_facts(folder: Path) -> dict[str, Any]:
+    """What `facts.json` in a folder tells of its model; nothing if it is not there."""
+    path = folder / FACTS
+    return read_json(path) if path.exists() else {}
+
+
 def run_of(folder: Path) -> Path | None:
     """The run that a model comes from: its folder, or that of its checkpoints; `None` if there are no records."""
     folder = folder.resolve()
