@@ -17,6 +17,7 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.publishing import upload
 from vanilla_transformer.publishing.background import BackgroundPush
 from vanilla_transformer.publishing.upload import Destination, Hub, UploadError
+from vanilla_transformer.training import engine
 from vanilla_transformer.training.checkpoints import rotate
 
 
@@ -273,6 +274,20 @@ def test_a_stopped_run_publishes_its_last_checkpoint_and_keeps_its_status(online
     assert status == 0 and "continue with --resume" in err
     repository = server.repositories["user/en-de"]
     assert repository.messages[-1].startswith("Checkpoint update-")
+
+
+def test_a_run_that_fails_publishes_its_last_checkpoint(online, server, train, monkeypatch):
+    original = engine.train
+
+    def fail(options, evaluation, on_checkpoint):
+        original(options, evaluation)
+        on_checkpoint(options.output_dir / "checkpoints" / "update-00000008")
+        raise UserError("The disk is full.")
+
+    monkeypatch.setattr(engine, "train", fail)
+    status, _, err = train("--push_to_hub", "user/en-de")
+    assert status == 1 and err.splitlines()[-1].endswith("The disk is full.")
+    assert server.repositories["user/en-de"].messages[-1] == "Checkpoint update-00000008"
 
 
 def test_hub_refuses_zero_attempts(online):
