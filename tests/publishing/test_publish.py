@@ -311,6 +311,10 @@ def change(path, **values):
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678{"), "cannot be read as safetensors"),
         (lambda folder: change(folder / "config.json", model_type="marian"), "of type marian"),
+        (
+            lambda folder: change(folder / "config.json", architectures=["VanillaTransformerForMaskedLM"]),
+            "holds a VanillaTransformerForMaskedLM, but",
+        ),
         (lambda folder: change(folder / "config.json", encoder_layers=2), "do not fit its config.json"),
         (lambda folder: change(folder / "config.json", encoder_ffn_dim=8), "do not fit its config.json"),
         (lambda folder: (folder / "facts.json").write_text('{"licence": "mit"}'), "did you mean license"),

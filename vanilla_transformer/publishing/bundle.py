@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from vanilla_transformer import modeling_vanilla_transformer
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 from .card import CARD, FACTS, PICTURE, card_files
 from .facts import Facts, merged, read_facts, read_json
@@ -21,6 +21,7 @@ from .remote_code import published_config, published_tokenizer_config, source_fi
 from .run_facts import find_facts, find_scores, records_until, result_updates
 
 
+_TRANSLATION = VanillaTransformerForConditionalGeneration.__name__
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _INDEX = "model.safetensors.index.json"
 # What tokenizers of transformers save; ours has the first two.
@@ -141,10 +142,17 @@ def check_model_folder(folder: Path) -> list[Path]:
     if not (folder / "config.json").is_file():
         hint = "let the run end, or give one of its checkpoints." if (folder / "checkpoints").is_dir() else "give one."
         raise UserError(f"{folder} is not a model's folder: it lacks config.json; {hint}")
-    kind = read_json(folder / "config.json").get("model_type")
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type")
     if kind != VanillaTransformerConfig.model_type:
         raise UserError(
             f"{folder} holds a model of type {kind}; publish those of {VanillaTransformerConfig.model_type}."
+        )
+    architectures = config.get("architectures") or [_TRANSLATION]
+    if architectures != [_TRANSLATION]:
+        raise UserError(
+            f"{folder} holds a {', '.join(map(str, architectures))}, but the card and the code of `publish` are those of translation models; "
+            "use `push_to_hub` of the model."
         )
     weights = [path for path in sorted(folder.iterdir()) if _WEIGHTS.fullmatch(path.name)]
     if (folder / _INDEX).is_file():
@@ -167,13 +175,11 @@ def check_loads(folder: Path) -> None:
     Raises:
         UserError: Weights are damaged, missing or of other shapes, or the tokenizer has entries that they lack.
     """
-    config = VanillaTransformerConfig.from_pretrained(folder)
-    name = (config.architectures or ["VanillaTransformerForConditionalGeneration"])[0]
-    kind = getattr(modeling_vanilla_transformer, name, None)
-    if kind is None:
-        raise UserError(f"{folder} holds a {name}, which this version does not know; update the package.")
     try:
-        _, report = kind.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+        config = VanillaTransformerConfig.from_pretrained(folder)
+        _, report = VanillaTransformerForConditionalGeneration.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{folder} does not load ({' '.join(str(error).split())}); save it again.") from error
