@@ -309,6 +309,7 @@ def change(path, **values):
         (lambda folder: (folder / "model.safetensors").unlink(), "lacks model.safetensors"),
         (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "lacks tokenizer.json"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678{"), "cannot be read as safetensors"),
         (lambda folder: change(folder / "config.json", model_type="marian"), "of type marian"),
         (

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
 from .card import CARD, FACTS, PICTURE, card_files
 from .facts import Facts, merged, read_facts, read_json
@@ -160,7 +161,12 @@ def check_model_folder(folder: Path) -> list[Path]:
     else:
         needed = ["model.safetensors"]
     present = {path.name for path in weights}
-    for name in [*needed, "tokenizer_config.json"]:
+    names = [*needed, "tokenizer_config.json"]
+    path = folder / "tokenizer_config.json"
+    # Without it, ours would load as one of bytes alone.
+    if path.is_file() and read_json(path).get("tokenizer_class") == VanillaTransformerTokenizer.__name__:
+        names.append("tokenizer.json")
+    for name in names:
         if name not in present and not (folder / name).is_file():
             raise UserError(f"{folder} lacks {name}, which a published model needs; save model and tokenizer there.")
     return [folder / name for name in needed]
