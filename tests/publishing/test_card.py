@@ -195,6 +195,18 @@ def test_facts_are_those_of_the_checkpoints_that_the_result_was_made_of(run_fold
     assert training.options
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_folder_of_data_is_no_data_set_of_the_hub(run_folder, tmp_path, is_folder):
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    for name, change in (("options.yaml", {"dataset": "data/news"}), ("run.json", {"dataset_is_folder": is_folder})):
+        # What YAML reads, JSON is.
+        record = yaml.safe_load((folder / name).read_text()) | change
+        (folder / name).write_text(json.dumps(record))
+    # The folder is not to be seen from where it is published.
+    assert make_bundle(folder, "user/en-de").facts.text.dataset == (None if is_folder else "data/news")
+
+
 def test_a_model_without_a_run_has_the_facts_of_its_files(model_folder):
     bundle = make_bundle(model_folder, "user/en-de")
     assert bundle.facts.parameters and bundle.facts.architecture

@@ -1,5 +1,6 @@
 import json
 import re
+import tempfile
 
 import pytest
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
@@ -55,6 +56,18 @@ def test_facts_with_the_token_or_a_path_are_refused(online, server, refused, mod
     assert [*server.repositories.get("user/en-de").messages] == ["initial commit"]
     if what == "path":
         assert "a path of this machine" in refused("publish", model, "--repo", "user/en-de", "--dry_run")
+
+
+@pytest.mark.parametrize("place", ["model", "temporary"])
+def test_paths_outside_of_home_are_refused_too(online, refused, model, monkeypatch, tmp_path, place):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    # The model's folder lies in neither of these.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    text = {"model": f"from {model}/raw", "temporary": f"from {tmp_path}/temporary/x"}[place]
+    (model / "facts.json").write_text(json.dumps({"summary": text}))
+    assert "a path of this machine" in refused("publish", model, "--repo", "user/en-de")
 
 
 def test_publishing_again_sends_only_what_changed(online, server, call, model):

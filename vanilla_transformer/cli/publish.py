@@ -65,7 +65,7 @@ def run(options: PublishOptions) -> int:
     )
     check_loads(options.folder)
     if hub is None:
-        check_private(bundle, secrets(None))
+        check_private(bundle, secrets(None, options.folder))
         for name, size in bundle.sizes().items():
             print(f"{size:>14,}  {name}")
         print(f"\n{bundle.card}", end="")

@@ -42,10 +42,12 @@ class Bundle:
     Args:
         files: Contents, or the files that hold them, by their names in the repository.
         facts: What its card tells.
+        folder: Folder of the model.
     """
 
     files: dict[str, bytes | Path]
     facts: Facts
+    folder: Path
 
     @property
     def card(self) -> str:
@@ -123,7 +125,7 @@ def make_bundle(
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         files["metrics.jsonl"] = lines.encode()
     files |= {name: text.encode() for name, text in card_files(facts, place, revision=revision).items()}
-    return Bundle(files, facts)
+    return Bundle(files, facts, folder)
 
 
 def check_model_folder(folder: Path) -> list[Path]:

@@ -137,7 +137,7 @@ def _add_run(found: dict[str, Any], run: Path, updates: Sequence[int]) -> None:
         found["target_languages"] = [languages[1]]
     train, valid = record["train"], record["valid"]
     found["text"] = {
-        "dataset": _hub_name(options.get("dataset")),
+        "dataset": None if record.get("dataset_is_folder") else _hub_name(options.get("dataset")),
         "train_pairs": train.get("pairs_kept"),
         "dropped_pairs": sum(train["dropped"].values()) if "dropped" in train else None,
         "valid_pairs": valid.get("pairs_kept") if valid else None,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class Hub:
             UserError: A text holds the token or a path of this machine, or the Hub refuses the commit.
             UploadError: The Hub cannot be reached.
         """
-        check_private(bundle, secrets(self._token))
+        check_private(bundle, secrets(self._token, bundle.folder))
 
         def commit() -> object:
             # An operation belongs to one attempt.
@@ -208,9 +209,19 @@ class Hub:
         return f"The Hub refused to publish to {repo} ({_told(error)}{': ' if said else ''}{said})."
 
 
-def secrets(token: str | None) -> dict[str, str]:
-    """What no published text may hold, with what it is: the token, and folders of this user and process."""
-    folders = {str(Path.home()), os.getcwd()} - {os.sep}
+def secrets(token: str | None, model: Path) -> dict[str, str]:
+    """What no published text may hold.
+
+    Args:
+        token: Token of the Hub.
+        model: Folder of the model.
+
+    Returns:
+        The token, and folders of this user, this process and the model, with what they are.
+    """
+    model = model.absolute()
+    places = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), model, model.parent, model.resolve().parent)
+    folders = {str(place) for place in places} - {os.sep}
     words = {folder + os.sep: f"a path of this machine ({folder})" for folder in folders}
     return words | ({} if token is None else {token: "the token of the Hub"})
 

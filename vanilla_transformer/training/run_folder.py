@@ -59,6 +59,7 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         "versions": {name: version(name) for name in _PACKAGES},
         "trackers": list(options.chosen_trackers),
         "fingerprints": fingerprints,
+        "dataset_is_folder": options.dataset is not None and Path(options.dataset).is_dir(),
         "train": data.train.report,
         "valid": None if data.valid is None else data.valid.report,
         # The model that lies there stays that of the earlier run until this one has a result.
