@@ -1,6 +1,8 @@
 import json
 import re
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
@@ -8,6 +10,8 @@ from publishing_material import TOKEN
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.publishing import upload
+from vanilla_transformer.publishing.upload import Hub
+from vanilla_transformer.training.checkpoints import rotate
 
 
 PATIENCE = upload.ATTEMPTS
@@ -176,7 +180,26 @@ def test_a_checkpoint_is_published_without_its_optimiser(online, server, call, r
     assert (training["updates"], training["averaged"]) == (4, 1)
 
 
+def test_rotation_leaves_a_checkpoint_that_is_being_published(online, server, call, run_folder, tmp_path, monkeypatch):
+    checkpoints = Path(shutil.copytree(run_folder, tmp_path / "copy")) / "checkpoints"
+    original = Hub.prepare
+
+    def prepare(*arguments):
+        rotate(checkpoints, keep=1)
+        original(*arguments)
+
+    monkeypatch.setattr(Hub, "prepare", prepare)
+    assert call("publish", checkpoints / "update-00000002", "--repo", "user/en-de")[0] == 0
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["update-00000002", "update-00000008"]
+
+
 # What goes wrong
+
+
+def test_a_checkpoint_that_vanishes_is_said(online, refused, run_folder, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(run_folder / "checkpoints" / "update-00000008", tmp_path / "copy"))
+    monkeypatch.setattr(Hub, "prepare", lambda *_: shutil.rmtree(folder))
+    assert re.search(f"was deleted while {folder} was being", refused("publish", folder, "--repo", "user/en-de"))
 
 
 ACCIDENTS = [

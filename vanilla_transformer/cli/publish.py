@@ -1,10 +1,12 @@
 """`publish`: publish a model on the Hub, with its card and its code."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import option
+from vanilla_transformer.training.leases import MANIFEST, reading
 
 
 @dataclass(kw_only=True)
@@ -36,6 +38,21 @@ def run(options: PublishOptions) -> int:
         raise UserError(f"{options.folder} is not a folder; give the folder of a run, a checkpoint or another model.")
     if not options.message.strip():
         raise UserError("--message is empty; a commit needs a message.")
+    from .session import start
+
+    start()
+    folder = options.folder
+    try:
+        # A run that goes on must not delete its checkpoint meanwhile.
+        with reading(folder) if (folder / MANIFEST).exists() else nullcontext():
+            return _publish(options)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{error.filename or folder} was deleted while {folder} was being published; give a folder that stays."
+        ) from error
+
+
+def _publish(options: PublishOptions) -> int:
     from vanilla_transformer.publishing.bundle import (
         check_loads,
         check_model_folder,
@@ -46,9 +63,6 @@ def run(options: PublishOptions) -> int:
     from vanilla_transformer.publishing.facts import read_json
     from vanilla_transformer.publishing.upload import Destination, Hub, secrets
 
-    from .session import start
-
-    start()
     destination = Destination(repo=options.repo, private=options.private, revision=options.revision, tag=options.tag)
     check_model_folder(options.folder)
     told = told_facts(options.folder) if options.facts is None else read_json(options.facts)
