@@ -223,6 +223,21 @@ def test_scores_come_from_what_evaluate_writes(model_folder, tmp_path):
     assert b"/home/me" not in bundle.files["facts.json"]
 
 
+def test_what_is_given_wins_over_what_is_told_and_that_over_what_is_found(model, tmp_path):
+    record = {"bleu": 1.5, "bleu_signature": "s", "num_sentences": 3}
+    told = {"name": "someone/else", "scores": [{**record, "test_set": "told"}]}
+    for path in (model / "evaluation.json", tmp_path / "given.json"):
+        path.write_text(json.dumps(record))
+    for changes, expected in (
+        ({}, "evaluation"),
+        ({"told": told}, "told"),
+        ({"told": told, "evaluations": [tmp_path / "given.json"]}, "given"),
+    ):
+        facts = make_bundle(model, "user/en-de", **changes).facts
+        assert facts.name == "user/en-de"
+        assert [score.test_set for score in facts.scores] == [expected]
+
+
 def test_long_curves_keep_their_ends(run_folder, tmp_path, monkeypatch):
     from vanilla_transformer.publishing.run_facts import _points
 

@@ -95,7 +95,7 @@ def make_bundle(
         run: Folder of the run; default: `folder`, or the run that the checkpoint `folder` lies in.
         revision: Branch that the card tells how to load; `None` for the main branch.
         told: Facts that no file of the run holds; they win over those that are found.
-        evaluations: Files of scores.
+        evaluations: Files of scores, which win over those that are found or told.
 
     Returns:
         The files.
@@ -108,11 +108,12 @@ def make_bundle(
     match = _UPDATE.fullmatch(folder.resolve().name)
     updates = [int(match[1])] if match else [] if run is None else result_updates(run)
     found = find_facts(folder, run, weights, name=place, updates=updates)
-    if not evaluations and (folder / "evaluation.json").exists():
-        evaluations = [folder / "evaluation.json"]
-    if scores := [score for path in evaluations for score in find_scores(path)]:
-        found["scores"] = scores
-    facts = read_facts(merged(found, told or {}), FACTS)
+    if (folder / "evaluation.json").exists():
+        found["scores"] = find_scores(folder / "evaluation.json")
+    given: dict[str, Any] = {"name": place}
+    if evaluations:
+        given["scores"] = [score for path in evaluations for score in find_scores(path)]
+    facts = read_facts(merged(merged(found, told or {}), given), FACTS)
     files: dict[str, bytes | Path] = {path.name: path for path in weights}
     for path in sorted(folder.iterdir()):
         if path.name in ("generation_config.json", _INDEX) or _TOKENIZER.fullmatch(path.name):
