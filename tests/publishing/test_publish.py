@@ -335,6 +335,14 @@ def test_tags_that_git_does_not_take(online, server, refused, model, tag):
     assert server.requests == []
 
 
+RECORD = '{"train": {}, "valid": null, "device": "cpu", "processes": 1, "versions": {}}'
+
+
+def write_records(folder, record, options):
+    (folder / "run.json").write_text(record)
+    (folder / "options.yaml").write_text(options)
+
+
 def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -347,6 +355,16 @@ def change(path, **values):
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "lacks tokenizer.json"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678{"), "cannot be read as safetensors"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"[]"),
+            "cannot be read as safetensors",
+        ),
+        (lambda folder: change(folder / "config.json", norm_position="middle"), "does not load"),
+        (lambda folder: change(folder / "config.json", d_model="x"), "does not load"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+        (lambda folder: write_records(folder, "{}", "seed: 1"), "lacks train"),
+        (lambda folder: write_records(folder, RECORD, "a: [b"), "is not YAML"),
+        (lambda folder: write_records(folder, RECORD, "- a"), "holds no named values"),
         (lambda folder: change(folder / "config.json", model_type="marian"), "of type marian"),
         (
             lambda folder: change(folder / "config.json", architectures=["VanillaTransformerForMaskedLM"]),
@@ -365,6 +383,12 @@ def test_a_folder_that_is_no_whole_model_is_refused(online, server, refused, mod
     damage(model)
     assert words in refused("publish", model, "--repo", "user/en-de")
     assert server.requests == []
+
+
+def test_a_length_in_words_is_no_fact(online, server, call, model):
+    change(model / "tokenizer_config.json", model_max_length="512")
+    assert call("publish", model, "--repo", "user/en-de")[0] == 0
+    assert "max_source_tokens" not in json.loads(server.files("user/en-de")["facts.json"])
 
 
 def test_offline_is_said(online, server, refused, model, monkeypatch):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
@@ -108,7 +109,7 @@ def make_bundle(
     match = _UPDATE.fullmatch(folder.resolve().name)
     updates = [int(match[1])] if match else [] if run is None else result_updates(run)
     found = find_facts(folder, run, weights, name=place, updates=updates)
-    if (folder / "evaluation.json").exists():
+    if not evaluations and (folder / "evaluation.json").exists():
         found["scores"] = find_scores(folder / "evaluation.json")
     given: dict[str, Any] = {"name": place}
     if evaluations:
@@ -155,12 +156,15 @@ def check_model_folder(folder: Path) -> list[Path]:
     architectures = config.get("architectures") or [_TRANSLATION]
     if architectures != [_TRANSLATION]:
         raise UserError(
-            f"{folder} holds a {', '.join(map(str, architectures))}, but the card and the code of `publish` are those of translation models; "
-            "use `push_to_hub` of the model."
+            f"{folder} holds a {', '.join(map(str, architectures))}, but the card is that of a translation model; "
+            "publish a head with its own `push_to_hub`."
         )
     weights = [path for path in sorted(folder.iterdir()) if _WEIGHTS.fullmatch(path.name)]
     if (folder / _INDEX).is_file():
-        needed = sorted({*read_json(folder / _INDEX)["weight_map"].values()})
+        places = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise UserError(f"{folder / _INDEX} has no weight_map with the names of files; save the model again.")
+        needed = sorted({*places.values()})
     else:
         needed = ["model.safetensors"]
     present = {path.name for path in weights}
@@ -190,7 +194,7 @@ def check_loads(folder: Path) -> None:
             folder, output_loading_info=True, ignore_mismatched_sizes=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, StrictDataclassError, OSError, ValueError) as error:
         raise UserError(f"{folder} does not load ({' '.join(str(error).split())}); save it again.") from error
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"]), *report["unexpected_keys"]]
     if wrong:

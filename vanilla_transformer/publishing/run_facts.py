@@ -1,6 +1,5 @@
 """The facts that a model's folder and its run's records tell."""
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError, safe_open
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.journal import read_journal
@@ -78,7 +78,7 @@ def find_facts(
     tokenizer = folder / "tokenizer_config.json"
     length = read_json(tokenizer).get("model_max_length") if tokenizer.exists() else None
     # Tokenizers without a length write a number beyond all others.
-    if length is not None and length < 1e9:
+    if isinstance(length, int | float) and length < 1e9:
         found["max_source_tokens"] = int(length)
     if run is not None:
         _add_run(found, run, updates)
@@ -124,12 +124,18 @@ def records_until(run: Path, update: int | None) -> list[dict[str, Any]]:
 
 def result_updates(run: Path) -> list[int]:
     """Numbers of optimiser steps of the checkpoints that a run's result was made of; empty if it is not recorded."""
-    return (read_json(run / "run.json").get("result") or {}).get("updates", [])
+    result = read_json(run / "run.json").get("result")
+    return result.get("updates", []) if isinstance(result, dict) else []
 
 
 def _add_run(found: dict[str, Any], run: Path, updates: Sequence[int]) -> None:
     record = read_json(run / "run.json")
-    options = yaml.safe_load((run / "options.yaml").read_text(encoding="utf-8"))
+    for name in ("train", "valid", "device", "processes", "versions"):
+        if name not in record or (name == "train" and not isinstance(record[name], dict)):
+            raise UserError(
+                f"{run / 'run.json'} lacks {name}, which runs write; restore it, or publish a copy of the model alone."
+            )
+    options = _read_options(run / "options.yaml")
     languages = (options.get("source_language"), options.get("target_language"))
     if languages[0]:
         found["source_language"] = languages[0]
@@ -163,6 +169,16 @@ def _add_run(found: dict[str, Any], run: Path, updates: Sequence[int]) -> None:
     }
 
 
+def _read_options(path: Path) -> dict[str, Any]:
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is not YAML ({' '.join(str(error).split())}); correct it.") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{path} holds no named values; restore the options of the run.")
+    return options
+
+
 def _hub_name(dataset: str | None) -> str | None:
     """The name of a data set, unless it is a folder of this machine."""
     is_name = dataset is not None and _HUB_NAME.fullmatch(dataset) and not Path(dataset).exists()
@@ -179,8 +195,7 @@ def _points(values: Any) -> list[list[float]]:
 def _sizes(path: Path) -> int:
     """Number of values in a file of safetensors; tied weights are there once."""
     try:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, MemoryError) as error:
+        with safe_open(path, "np") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read as safetensors ({error}); use another copy.") from error
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
