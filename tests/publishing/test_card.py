@@ -118,6 +118,17 @@ def test_words_that_mean_something_to_yaml_and_templates_stay_words():
     assert f"\n{text}\n" in card
 
 
+def test_names_of_test_sets_may_be_of_any_letters():
+    names = ("новости", "日本語 2024", "a | b\nc", "???")
+    card = render(replace(FACTS, scores=tuple(replace(SCORE, test_set=name, dataset=None) for name in names)), "x")
+    results = ModelCard(card).data.eval_results
+    assert [result.dataset_type for result in results[::2]] == ["новости", "日本語-2024", "a-b-c", "test"]
+    assert [result.dataset_name for result in results[::2]] == [*names]
+    table = card[card.index("| test set") :].split("\n\n")[0].splitlines()
+    assert len(table) == 2 + len(names)
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in table} == {8}
+
+
 def test_facts_survive_their_file():
     assert read_facts(json.loads(FACTS.as_json()), "facts.json") == FACTS
     assert "null" not in FACTS.as_json()

@@ -126,7 +126,7 @@ def _results(facts: Facts) -> list[EvalResult]:
                 task_type="translation",
                 task_name="Translation",
                 # The Hub asks for a type of every data set, of those that it does not hold, too.
-                dataset_type=score.dataset or re.sub(r"[^a-z0-9]+", "-", score.test_set.lower()).strip("-"),
+                dataset_type=score.dataset or re.sub(r"[\W_]+", "-", score.test_set.lower()).strip("-") or "test",
                 dataset_name=score.test_set,
                 dataset_split=score.split,
                 metric_type=metric,
@@ -147,7 +147,7 @@ def _languages(facts: Facts) -> str:
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else str(value)
+    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _decimal(value: float | None) -> str:
