@@ -13,6 +13,7 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from publishing_material import read
 from safetensors.torch import load_file
 
+from vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerTokenizer
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.publishing.bundle import make_bundle
 from vanilla_transformer.publishing.card import card_files, render
@@ -109,6 +110,26 @@ def test_python_in_the_card_compiles():
     for block in [*blocks, *re.findall(r"```python\n(.*?)```", render(FACTS, "user/en-de"), flags=re.DOTALL)]:
         compile(block, "card", "exec")
         assert '"user/en-de"' in block
+
+
+def test_python_in_the_card_names_a_language_where_the_model_needs_one(model):
+    tokenizer = VanillaTransformerTokenizer.train_from_iterator(["a b"], 263, languages=["de", "pt_BR"])
+    tokenizer.save_pretrained(model)
+    translation = VanillaTransformerForConditionalGeneration.from_pretrained(model)
+    translation.resize_token_embeddings(len(tokenizer))
+    translation.generation_config.max_new_tokens = 4
+    translation.save_pretrained(model)
+    bundle = make_bundle(model, str(model))
+    assert bundle.facts.target_languages == bundle.facts.language_tags == ("de", "pt_BR")
+    transformers_alone, pipeline, package = re.findall(r"```python\n(.*?)```", bundle.card, flags=re.DOTALL)
+    assert 'translate("...", tgt_lang="de")' in pipeline
+    names = {}
+    exec(transformers_alone, names)
+    assert names["batch"]["input_ids"][0, 0] == tokenizer.language_tags["de"]
+    exec(package, {})
+    tokenizer.tgt_lang = "de"
+    tokenizer.save_pretrained(model)
+    assert "tgt_lang" not in make_bundle(model, str(model)).card
 
 
 def test_words_that_mean_something_to_yaml_and_templates_stay_words():

@@ -60,6 +60,7 @@ def render(facts: Facts, place: str, *, revision: str | None = None) -> str:
         place=place,
         revision="" if revision is None else f', revision="{revision}"',
         languages=_languages(facts),
+        tag=facts.language_tags[0] if facts.language_tags else None,
         speeds=[score for score in facts.scores if score.seconds],
         picture=PICTURE if has_picture(facts) else None,
     )

@@ -75,11 +75,15 @@ def find_facts(
         "parameters": sum(_sizes(path) for path in weights),
         "architecture": {key: config[key] for key in _ARCHITECTURE if config.get(key) is not None},
     }
-    tokenizer = folder / "tokenizer_config.json"
-    length = read_json(tokenizer).get("model_max_length") if tokenizer.exists() else None
+    path = folder / "tokenizer_config.json"
+    tokenizer = read_json(path) if path.exists() else {}
+    length = tokenizer.get("model_max_length")
     # Tokenizers without a length write a number beyond all others.
     if isinstance(length, int | float) and length < 1e9:
         found["max_source_tokens"] = int(length)
+    # A tokenizer that was saved with a language needs no other.
+    if tokenizer.get("tgt_lang") is None and (tags := _language_tags(folder / "tokenizer.json")):
+        found["target_languages"] = found["language_tags"] = tags
     if run is not None:
         _add_run(found, run, updates)
     return found
@@ -120,6 +124,12 @@ def records_until(run: Path, update: int | None) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     records = read_journal(path) if path.exists() else []
     return [record for record in records if update is None or record["update"] <= update]
+
+
+def _language_tags(path: Path) -> list[str]:
+    """Languages that the vocabulary of our tokenizer has tags for."""
+    entries = read_json(path).get("added_tokens", []) if path.exists() else []
+    return [entry["content"][2:-1] for entry in entries if re.fullmatch("<2.+>", entry["content"])]
 
 
 def result_updates(run: Path) -> list[int]:
