@@ -34,6 +34,7 @@ def register() -> None:
     """Register configuration, models and tokenizer with the Auto classes; a second call does nothing."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from . import modeling_vanilla_transformer as modeling
     from .configuration_vanilla_transformer import VanillaTransformerConfig
@@ -53,6 +54,8 @@ def register() -> None:
         ("AutoModelForTokenClassification", "VanillaTransformerForTokenClassification"),
     ):
         getattr(transformers, auto_class).register(VanillaTransformerConfig, getattr(modeling, model_class))
+    # Trainer looks here, and not among what is registered, for whose labels its label smoothing has to shift.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[VanillaTransformerConfig.model_type] = "VanillaTransformerForCausalLM"
     transformers.AutoTokenizer.register(VanillaTransformerConfig, tokenizer_class=VanillaTransformerTokenizer)
 
 

@@ -1169,7 +1169,7 @@ class VanillaTransformerForSequenceClassification(VanillaTransformerPreTrainedMo
             mean = hidden_states.mean(dim=1)
         else:
             weights = attention_mask.to(hidden_states.dtype).unsqueeze(-1)
-            mean = (hidden_states * weights).sum(dim=1) / weights.sum(dim=1)
+            mean = (hidden_states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
         logits = self.classifier(self.dropout(mean))
         loss = None
         if labels is not None:

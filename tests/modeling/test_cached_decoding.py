@@ -94,3 +94,22 @@ def test_cross_attention_projects_a_source_once(num_beams):
     model.generate(padded(SOURCES[:1]), num_beams=num_beams, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert calls.count("key") == calls.count("value") == len(model.model.decoder.layers)
     assert calls.count("own key") == 6 * len(model.model.decoder.layers)
+
+
+# What transformers passes on to its own inner call.
+@pytest.mark.filterwarnings("ignore:Passing `generation_config` together")
+@pytest.mark.parametrize("assistant_seed", [0, 1])
+def test_assisted_decoding_gives_what_the_model_alone_gives(assistant_seed):
+    model, assistant = build(seed=0), build(seed=assistant_seed)
+    steps = []
+    model.get_decoder().register_forward_hook(lambda *_: steps.append(1))
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 1}
+    for source in SOURCES:
+        ids = torch.tensor([source])
+        steps.clear()
+        expected = model.generate(ids, **options)
+        alone = len(steps)
+        steps.clear()
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
+        # One that knows what the model will say spares it most steps; one that does not costs it none.
+        assert len(steps) <= (alone // 2 + 1 if assistant_seed == 0 else alone)

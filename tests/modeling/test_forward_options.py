@@ -1,7 +1,19 @@
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, SOURCES, TARGETS, batch_of, batch_with_labels, build, gradients, padded
+from tiny_models import (
+    ARCHITECTURES,
+    SOURCES,
+    TARGETS,
+    batch_of,
+    batch_with_labels,
+    build,
+    gradients,
+    padded,
+    tiny_config,
+)
 from torch import nn
+
+from vanilla_transformer import VanillaTransformerForCausalLM, VanillaTransformerForMaskedLM
 
 
 @pytest.mark.parametrize("architecture", ["default", "two_vocabularies", "unscaled_embeddings_and_large_epsilon"])
@@ -46,6 +58,44 @@ def test_gradient_checkpointing_gives_equal_gradients(architecture, use_reentran
         results.append((output.loss.detach(), gradients(model)))
     assert all(gradient.abs().sum() > 0 for name, gradient in results[0][1].items() if "k_proj" in name)
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [VanillaTransformerForMaskedLM, VanillaTransformerForCausalLM])
+def test_gradient_checkpointing_of_a_head_gives_equal_gradients(kind):
+    torch.manual_seed(1)
+    model = kind(tiny_config(dropout=0.2)).double().train()
+    (layers,) = {stack.layers for name, stack in model.named_modules() if name in ("model.encoder", "model.decoder")}
+    batch = batch_with_labels()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        calls = []
+        hook = layers[0].fc1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.zero_grad()
+        torch.manual_seed(5)
+        output = model(**batch)
+        output.loss.backward()
+        hook.remove()
+        assert len(calls) == (2 if checkpointing else 1)
+        results.append((output.loss.detach(), gradients(model)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+
+
+def test_an_exported_model_takes_other_sizes():
+    model = build()
+    batch = batch_of(SOURCES, TARGETS)
+    sizes = {name: {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO} for name in batch}
+    exported = torch.export.export(
+        model, (), {**batch, "use_cache": False}, dynamic_shapes={**sizes, "use_cache": None}
+    ).module()
+    other = batch_of([[5, 6, 2], [9, 4, 11, 28, 2]], [[12, 2], [7, 8, 14, 21, 6, 2]])
+    with torch.no_grad():
+        for inputs in (batch, other):
+            actual = exported(**inputs, use_cache=False).logits
+            torch.testing.assert_close(actual, model(**inputs, use_cache=False).logits, rtol=0, atol=1e-12)
 
 
 def test_dropout_acts_in_training_only():

@@ -23,6 +23,8 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     StaticCache,
+    Trainer,
+    TrainingArguments,
     pipeline,
 )
 
@@ -30,6 +32,7 @@ import vanilla_transformer
 from vanilla_transformer import (
     VanillaTransformerForCausalLM,
     VanillaTransformerForMaskedLM,
+    VanillaTransformerForSequenceClassification,
     VanillaTransformerTokenizer,
 )
 
@@ -149,6 +152,32 @@ def test_language_models_load_bitwise_and_resize_with_their_ties(kind, tied, tmp
         assert (each.get_output_embeddings().weight is each.get_input_embeddings().weight) == tied
     with torch.no_grad():
         assert torch.equal(loaded(**source()).logits, model(**source()).logits)
+
+
+@pytest.mark.parametrize("kind", [VanillaTransformerForCausalLM, VanillaTransformerForMaskedLM])
+def test_label_smoothing_of_the_trainer_has_the_loss_of_the_model_as_its_limit(kind, tmp_path):
+    torch.manual_seed(2)
+    model = kind(tiny_config()).double().eval()
+    batch = source()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=1e-12, use_cpu=True, report_to="none")
+    with torch.no_grad():
+        loss = Trainer(model, arguments).compute_loss(model, dict(batch))
+        torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-9, atol=0.0)
+
+
+def test_a_row_without_tokens_is_classified_without_harm_to_the_others():
+    torch.manual_seed(2)
+    model = VanillaTransformerForSequenceClassification(tiny_config()).double().eval()
+    batch = source()
+    expected = model(**batch).logits
+    batch["attention_mask"][0] = 0
+    logits = model(**batch).logits
+    torch.testing.assert_close(logits[0], model.classifier.bias)
+    torch.testing.assert_close(logits[1:], expected[1:])
+    labels = torch.zeros(len(logits), dtype=torch.long)
+    model(**batch, labels=labels).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 def language_model(**changes) -> VanillaTransformerForCausalLM:

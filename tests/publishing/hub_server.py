@@ -26,10 +26,11 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, branch: str, files: dict, message: str) -> str:
+    def commit(self, branch: str, files: dict, message: str, deleted: tuple[str, ...] = ()) -> str:
         parent = self.branches.get(branch, "")
         name = hashlib.sha1(f"{parent} {message} {len(self.commits)}".encode()).hexdigest()
-        self.commits[name] = {**self.commits.get(parent, {}), **files}
+        kept = {path: content for path, content in self.commits.get(parent, {}).items() if path not in deleted}
+        self.commits[name] = {**kept, **files}
         self.branches[branch] = name
         self.messages.append(message)
         return name
@@ -41,7 +42,10 @@ class Repository:
 
 @dataclass
 class Accident:
-    """What happens to the next requests: a status, or the connection is cut before or after the work is done."""
+    """What happens to the next requests.
+
+    A status, or the connection is cut before or after the work is done, or it is held and never answered.
+    """
 
     method: str
     path: str
@@ -75,6 +79,8 @@ class HubServer:
         # Requests for large files wait while it is cleared.
         self.open = threading.Event()
         self.open.set()
+        # Set at the end; nobody hears from silent requests before.
+        self.over = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -86,6 +92,7 @@ class HubServer:
         return self
 
     def __exit__(self, *_):
+        self.over.set()
         self.open.set()
         self._server.shutdown()
         self._server.server_close()
@@ -142,6 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
                 accident.times -= 1
         if accident is not None and accident.kind == "cut before":
             return self._cut()
+        if accident is not None and accident.kind == "silence":
+            self.hub.over.wait(60)
+            return self._cut()
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if "chunked" in (self.headers.get("Transfer-Encoding") or ""):
             body = self._chunks()
@@ -186,6 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             ("POST", r"/api/validate-yaml", self._validate),
             ("GET", r"/api/models/([^/]+/[^/]+)", self._info),
             ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", self._info),
+            ("GET", r"/api/models/([^/]+/[^/]+)/auth-check/write", self._check_writing),
             ("GET", r"/api/models/([^/]+/[^/]+)/refs", self._refs),
             ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)(?:/.*)?", self._tree),
             ("POST", r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", self._branch),
@@ -264,6 +275,10 @@ class _Handler(BaseHTTPRequestHandler):
         commit = self._revision(repository, revision)
         files = [{"rfilename": path} for path in repository.commits[commit]]
         return _Answer(200, {"id": name, "sha": commit, "private": repository.private, "siblings": files, "tags": []})
+
+    def _check_writing(self, _: bytes, name: str) -> _Answer:
+        self._repository(name, write=True)
+        return _Answer(200, {})
 
     def _refs(self, _: bytes, name: str) -> _Answer:
         repository = self._repository(name)
@@ -374,9 +389,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, body: bytes, name: str, revision: str) -> _Answer:
         repository = self._repository(name, write=True)
-        self._revision(repository, revision)
+        present = repository.commits[self._revision(repository, revision)]
         header, *operations = [json.loads(line) for line in body.splitlines()]
         files: dict[str, bytes | str] = {}
+        deleted = []
         for operation in operations:
             value = operation["value"]
             if operation["key"] == "lfsFile":
@@ -385,9 +401,13 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = value["oid"]
             elif operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "deletedFile":
+                if value["path"] not in present:
+                    return _Answer(400, {"error": f"{value['path']} is not there"})
+                deleted.append(value["path"])
             else:
                 return _Answer(400, {"error": operation["key"]})
-        commit = repository.commit(revision, files, header["value"]["summary"])
+        commit = repository.commit(revision, files, header["value"]["summary"], tuple(deleted))
         return _Answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{commit}", "commitOid": commit})
 
     def _resolve(self, _: bytes, name: str, revision: str, path: str) -> _Answer:

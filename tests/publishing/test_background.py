@@ -7,13 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hub_server import Repository
+from huggingface_hub import ModelCard
 from publishing_material import SENTENCES, TINY, TOKEN
 from safetensors.torch import load_file
 
 from vanilla_transformer.cli import train as train_verb
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.publishing import upload
 from vanilla_transformer.publishing.background import BackgroundPush
 from vanilla_transformer.publishing.upload import Destination, Hub, UploadError
+from vanilla_transformer.training import engine
 from vanilla_transformer.training.checkpoints import rotate
 
 
@@ -147,6 +151,21 @@ def test_a_run_publishes_its_checkpoints_and_its_result(online, server, train, t
     assert TOKEN not in out + err + (tmp_path / "run" / "options.yaml").read_text()
 
 
+def test_what_facts_json_tells_is_published_with_every_checkpoint(online, server, train, tmp_path):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "facts.json"
+    path.write_text('{"licence": "mit"}')
+    status, _, err = train("--push_to_hub", "user/en-de")
+    assert status == 1 and "did you mean license" in err
+    assert server.requests == [] and [*path.parent.iterdir()] == [path]
+    path.write_text('{"license": "mit"}')
+    assert train("--push_to_hub", "user/en-de")[0] == 0
+    for name in [*server.repositories["user/en-de"].commits][1:]:
+        files = server.files("user/en-de", name)
+        assert json.loads(files["facts.json"])["license"] == "mit"
+        assert ModelCard(files["README.md"].decode()).data.license == "mit"
+
+
 def test_a_slow_hub_does_not_hold_the_run_up(online, server, train, tmp_path, monkeypatch):
     server.open.clear()
     ended = []
@@ -178,6 +197,15 @@ def test_a_hub_that_comes_and_goes(online, server, train, tmp_path):
     assert server.repositories["user/en-de"].messages[-1] == "Result of the run"
 
 
+def test_a_silent_hub_does_not_hold_the_run_up(online, server, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "_SILENCE", 0.2)
+    server.fail("POST", "", "silence", times=10_000)
+    status, _, err = train("--push_to_hub", "user/en-de")
+    assert status == 1
+    assert "its checkpoints will try again" in err and "was not published" in err.splitlines()[-1]
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
 def test_a_hub_that_stays_away_costs_the_run_nothing(online, server, train, tmp_path, monkeypatch):
     server.fail("POST", "/commit/", 503, times=10_000)
     status, _, err = train("--push_to_hub", "user/en-de")
@@ -193,12 +221,15 @@ def test_a_hub_that_stays_away_costs_the_run_nothing(online, server, train, tmp_
     ("flags", "words"),
     [
         (["--push_to_hub", "strangers/en-de"], "may not write to strangers/en-de"),
+        (["--push_to_hub", "another/en-de"], "may not write to another/en-de"),
         (["--push_to_hub", "no name"], "not the name of a repository"),
         (["--hub_private"], "--hub_private was given without --push_to_hub"),
         (["--hub_revision", "x"], "--hub_revision was given without --push_to_hub"),
     ],
 )
 def test_what_cannot_be_published_is_refused_before_the_run(online, server, train, tmp_path, flags, words):
+    server.repositories["another/en-de"] = Repository(private=False)
+    server.repositories["another/en-de"].commit("main", {}, "initial commit")
     status, _, err = train(*flags)
     assert status == 1 and words in err
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -243,6 +274,20 @@ def test_a_stopped_run_publishes_its_last_checkpoint_and_keeps_its_status(online
     assert status == 0 and "continue with --resume" in err
     repository = server.repositories["user/en-de"]
     assert repository.messages[-1].startswith("Checkpoint update-")
+
+
+def test_a_run_that_fails_publishes_its_last_checkpoint(online, server, train, monkeypatch):
+    original = engine.train
+
+    def fail(options, evaluation, on_checkpoint):
+        original(options, evaluation)
+        on_checkpoint(options.output_dir / "checkpoints" / "update-00000008")
+        raise UserError("The disk is full.")
+
+    monkeypatch.setattr(engine, "train", fail)
+    status, _, err = train("--push_to_hub", "user/en-de")
+    assert status == 1 and err.splitlines()[-1].endswith("The disk is full.")
+    assert server.repositories["user/en-de"].messages[-1] == "Checkpoint update-00000008"
 
 
 def test_hub_refuses_zero_attempts(online):

@@ -1,6 +1,7 @@
 import json
 import math
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from itertools import pairwise
@@ -12,12 +13,14 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from publishing_material import read
 from safetensors.torch import load_file
 
+from vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerTokenizer
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.publishing.bundle import make_bundle
 from vanilla_transformer.publishing.card import card_files, render
 from vanilla_transformer.publishing.curve import draw
 from vanilla_transformer.publishing.facts import Curve, Facts, TestScore, TrainingText, merged, read_facts
 from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.run_folder import note_result
 
 
 SCORE = TestScore(
@@ -109,11 +112,42 @@ def test_python_in_the_card_compiles():
         assert '"user/en-de"' in block
 
 
+def test_python_in_the_card_names_a_language_where_the_model_needs_one(model):
+    tokenizer = VanillaTransformerTokenizer.train_from_iterator(["a b"], 263, languages=["de", "pt_BR"])
+    tokenizer.save_pretrained(model)
+    translation = VanillaTransformerForConditionalGeneration.from_pretrained(model)
+    translation.resize_token_embeddings(len(tokenizer))
+    translation.generation_config.max_new_tokens = 4
+    translation.save_pretrained(model)
+    bundle = make_bundle(model, str(model))
+    assert bundle.facts.target_languages == bundle.facts.language_tags == ("de", "pt_BR")
+    transformers_alone, pipeline, package = re.findall(r"```python\n(.*?)```", bundle.card, flags=re.DOTALL)
+    assert 'translate("...", tgt_lang="de")' in pipeline
+    names = {}
+    exec(transformers_alone, names)
+    assert names["batch"]["input_ids"][0, 0] == tokenizer.language_tags["de"]
+    exec(package, {})
+    tokenizer.tgt_lang = "de"
+    tokenizer.save_pretrained(model)
+    assert "tgt_lang" not in make_bundle(model, str(model)).card
+
+
 def test_words_that_mean_something_to_yaml_and_templates_stay_words():
     text = "a: b # {{ facts }} {% raw %} 'é' \"…\""
     card = render(replace(FACTS, summary=text, license=text), "user/en-de")
     assert ModelCard(card).data.license == text
     assert f"\n{text}\n" in card
+
+
+def test_names_of_test_sets_may_be_of_any_letters():
+    names = ("новости", "日本語 2024", "a | b\nc", "???")
+    card = render(replace(FACTS, scores=tuple(replace(SCORE, test_set=name, dataset=None) for name in names)), "x")
+    results = ModelCard(card).data.eval_results
+    assert [result.dataset_type for result in results[::2]] == ["новости", "日本語-2024", "a-b-c", "test"]
+    assert [result.dataset_name for result in results[::2]] == [*names]
+    table = card[card.index("| test set") :].split("\n\n")[0].splitlines()
+    assert len(table) == 2 + len(names)
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in table} == {8}
 
 
 def test_facts_survive_their_file():
@@ -176,6 +210,35 @@ def test_facts_are_those_of_the_run(run_folder):
     assert facts.scores == ()
 
 
+def test_facts_are_those_of_the_checkpoints_that_the_result_was_made_of(run_folder, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    assert read(folder / "run.json")["result"] == {"updates": [6, 8]}
+    # As `--result best` with `--average_last 3` leaves it, or a resumed run that has not ended.
+    note_result(folder, [4, 2, 6])
+    bundle = make_bundle(folder, "user/en-de")
+    assert (bundle.facts.training.updates, bundle.facts.training.averaged) == (6, 3)
+    assert "The weights are the mean of 3 checkpoints." in bundle.card
+    assert max(json.loads(line)["update"] for line in bundle.files["metrics.jsonl"].splitlines()) == 6
+    assert bundle.facts.curve.train[-1][0] == 6
+    note_result(folder, None)
+    training = make_bundle(folder, "user/en-de").facts.training
+    assert training.updates is training.averaged is training.epochs is training.seconds is None
+    assert training.options
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_folder_of_data_is_no_data_set_of_the_hub(run_folder, tmp_path, is_folder):
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    for name, change in (("options.yaml", {"dataset": "data/news"}), ("run.json", {"dataset_is_folder": is_folder})):
+        # What YAML reads, JSON is.
+        record = yaml.safe_load((folder / name).read_text()) | change
+        (folder / name).write_text(json.dumps(record))
+    # The folder is not to be seen from where it is published.
+    assert make_bundle(folder, "user/en-de").facts.text.dataset == (None if is_folder else "data/news")
+
+
 def test_a_model_without_a_run_has_the_facts_of_its_files(model_folder):
     bundle = make_bundle(model_folder, "user/en-de")
     assert bundle.facts.parameters and bundle.facts.architecture
@@ -190,6 +253,21 @@ def test_scores_come_from_what_evaluate_writes(model_folder, tmp_path):
     (score,) = bundle.facts.scores
     assert (score.test_set, score.bleu, score.seconds) == ("news", 1.5, 2.0)
     assert b"/home/me" not in bundle.files["facts.json"]
+
+
+def test_what_is_given_wins_over_what_is_told_and_that_over_what_is_found(model, tmp_path):
+    record = {"bleu": 1.5, "bleu_signature": "s", "num_sentences": 3}
+    told = {"name": "someone/else", "scores": [{**record, "test_set": "told"}]}
+    for path in (model / "evaluation.json", tmp_path / "given.json"):
+        path.write_text(json.dumps(record))
+    for changes, expected in (
+        ({}, "evaluation"),
+        ({"told": told}, "told"),
+        ({"told": told, "evaluations": [tmp_path / "given.json"]}, "given"),
+    ):
+        facts = make_bundle(model, "user/en-de", **changes).facts
+        assert facts.name == "user/en-de"
+        assert [score.test_set for score in facts.scores] == [expected]
 
 
 def test_long_curves_keep_their_ends(run_folder, tmp_path, monkeypatch):

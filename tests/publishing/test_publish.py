@@ -1,11 +1,17 @@
 import json
 import re
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from publishing_material import TOKEN
 
+from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.publishing import upload
+from vanilla_transformer.publishing.upload import Hub
+from vanilla_transformer.training.checkpoints import rotate
 
 
 PATIENCE = upload.ATTEMPTS
@@ -56,6 +62,18 @@ def test_facts_with_the_token_or_a_path_are_refused(online, server, refused, mod
         assert "a path of this machine" in refused("publish", model, "--repo", "user/en-de", "--dry_run")
 
 
+@pytest.mark.parametrize("place", ["model", "temporary"])
+def test_paths_outside_of_home_are_refused_too(online, refused, model, monkeypatch, tmp_path, place):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    # The model's folder lies in neither of these.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    text = {"model": f"from {model}/raw", "temporary": f"from {tmp_path}/temporary/x"}[place]
+    (model / "facts.json").write_text(json.dumps({"summary": text}))
+    assert "a path of this machine" in refused("publish", model, "--repo", "user/en-de")
+
+
 def test_publishing_again_sends_only_what_changed(online, server, call, model):
     assert call("publish", model, "--repo", "team/en-de")[0] == 0
     first = server.repositories["team/en-de"].branches["main"]
@@ -67,6 +85,31 @@ def test_publishing_again_sends_only_what_changed(online, server, call, model):
     assert call("publish", model, "--repo", "team/en-de", "--license", "mit")[0] == 0
     assert server.count("PUT", "^/storage/") == 1
     assert len(server.repositories["team/en-de"].commits) == 3
+
+
+def test_of_an_earlier_model_nothing_stays(online, server, call, model, run_folder, tmp_path):
+    assert call("publish", run_folder, "--repo", "user/en-de")[0] == 0
+    server.repositories["user/en-de"].commit("main", {"spm.model": b"old", "notes.txt": b"mine"}, "More")
+    sharded = VanillaTransformerForConditionalGeneration.from_pretrained(model)
+    for path in (model / "model.safetensors", model / "generation_config.json"):
+        path.unlink()
+    sharded.save_pretrained(model, max_shard_size="8KB")
+    (model / "generation_config.json").unlink()
+    assert call("publish", model, "--repo", "user/en-de")[0] == 0
+    repository = server.repositories["user/en-de"]
+    assert repository.messages[-2:] == ["More", "Publish the model"]
+    files = server.files("user/en-de")
+    gone = {"model.safetensors", "generation_config.json", "metrics.jsonl", "learning_curve.svg", "spm.model"}
+    assert not gone & files.keys()
+    assert {"model.safetensors.index.json", "notes.txt", ".gitattributes"} <= files.keys()
+    folder = snapshot_download("user/en-de", cache_dir=tmp_path / "cache", endpoint=server.url)
+    loaded = VanillaTransformerForConditionalGeneration.from_pretrained(folder)
+    assert loaded.state_dict().keys() == sharded.state_dict().keys()
+    assert all(value.equal(sharded.state_dict()[name]) for name, value in loaded.state_dict().items())
+    # And back: one file instead of many.
+    assert call("publish", run_folder, "--repo", "user/en-de")[0] == 0
+    names = server.files("user/en-de").keys()
+    assert [name for name in names if name.startswith(("model.", "model-"))] == ["model.safetensors"]
 
 
 def test_private_repositories(online, server, call, refused, model):
@@ -98,6 +141,18 @@ def test_branches_and_tags(online, server, call, refused, model, tmp_path):
         assert file.read() == other.read() == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_tag_that_fails_is_not_taken_for_the_commit(online, server, call, refused, model, status):
+    server.fail("POST", "/tag/", status, times=PATIENCE)
+    line = refused("publish", model, "--repo", "user/en-de", "--tag", "v1")
+    repository = server.repositories["user/en-de"]
+    head = repository.branches["main"]
+    assert f"published as {server.url}/user/en-de/commit/{head}, but without the tag v1" in line
+    server.accidents.clear()
+    assert call("publish", model, "--repo", "user/en-de", "--tag", "v1")[0] == 0
+    assert repository.tags == {"v1": head} and repository.branches["main"] == head
+
+
 def test_a_dry_run_prints_files_and_card_and_asks_nobody(online, server, call, run_folder, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     status, out, _ = call("publish", run_folder, "--repo", "user/en-de", "--dry_run")
@@ -125,7 +180,26 @@ def test_a_checkpoint_is_published_without_its_optimiser(online, server, call, r
     assert (training["updates"], training["averaged"]) == (4, 1)
 
 
+def test_rotation_leaves_a_checkpoint_that_is_being_published(online, server, call, run_folder, tmp_path, monkeypatch):
+    checkpoints = Path(shutil.copytree(run_folder, tmp_path / "copy")) / "checkpoints"
+    original = Hub.prepare
+
+    def prepare(*arguments):
+        rotate(checkpoints, keep=1)
+        original(*arguments)
+
+    monkeypatch.setattr(Hub, "prepare", prepare)
+    assert call("publish", checkpoints / "update-00000002", "--repo", "user/en-de")[0] == 0
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["update-00000002", "update-00000008"]
+
+
 # What goes wrong
+
+
+def test_a_checkpoint_that_vanishes_is_said(online, refused, run_folder, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(run_folder / "checkpoints" / "update-00000008", tmp_path / "copy"))
+    monkeypatch.setattr(Hub, "prepare", lambda *_: shutil.rmtree(folder))
+    assert re.search(f"was deleted while {folder} was being", refused("publish", folder, "--repo", "user/en-de"))
 
 
 ACCIDENTS = [
@@ -182,10 +256,23 @@ def test_trouble_with_parts_of_a_large_file_is_outlived(online, server, call, mo
     assert server.files("user/en-de")["model.safetensors"] == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/repos/create"), ("POST", "/commit/"), ("PUT", "^/storage/")])
+def test_a_hub_that_falls_silent_is_given_up(online, server, refused, model, monkeypatch, method, path):
+    monkeypatch.setattr(upload, "_SILENCE", 0.2)
+    server.fail(method, path, "silence", times=1000)
+    assert f"not reached in {PATIENCE} attempts" in refused("publish", model, "--repo", "user/en-de")
+
+
 def test_the_wait_that_the_hub_asks_for_is_kept(online, server, call, model):
     server.fail("POST", "/commit/", 429, Retry_After="37")
     assert call("publish", model, "--repo", "user/en-de")[0] == 0
     assert max(online) >= 37
+
+
+def test_no_hub_makes_us_wait_for_days(online, server, call, model):
+    server.fail("POST", "/repos/create", 429, Retry_After="900000")
+    assert call("publish", model, "--repo", "user/en-de")[0] == 0
+    assert online == [600]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +335,14 @@ def test_tags_that_git_does_not_take(online, server, refused, model, tag):
     assert server.requests == []
 
 
+RECORD = '{"train": {}, "valid": null, "device": "cpu", "processes": 1, "versions": {}}'
+
+
+def write_records(folder, record, options):
+    (folder / "run.json").write_text(record)
+    (folder / "options.yaml").write_text(options)
+
+
 def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -258,8 +353,23 @@ def change(path, **values):
         (lambda folder: (folder / "model.safetensors").unlink(), "lacks model.safetensors"),
         (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "lacks tokenizer.json"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678{"), "cannot be read as safetensors"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"[]"),
+            "cannot be read as safetensors",
+        ),
+        (lambda folder: change(folder / "config.json", norm_position="middle"), "does not load"),
+        (lambda folder: change(folder / "config.json", d_model="x"), "does not load"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+        (lambda folder: write_records(folder, "{}", "seed: 1"), "lacks train"),
+        (lambda folder: write_records(folder, RECORD, "a: [b"), "is not YAML"),
+        (lambda folder: write_records(folder, RECORD, "- a"), "holds no named values"),
         (lambda folder: change(folder / "config.json", model_type="marian"), "of type marian"),
+        (
+            lambda folder: change(folder / "config.json", architectures=["VanillaTransformerForMaskedLM"]),
+            "holds a VanillaTransformerForMaskedLM, but",
+        ),
         (lambda folder: change(folder / "config.json", encoder_layers=2), "do not fit its config.json"),
         (lambda folder: change(folder / "config.json", encoder_ffn_dim=8), "do not fit its config.json"),
         (lambda folder: (folder / "facts.json").write_text('{"licence": "mit"}'), "did you mean license"),
@@ -273,6 +383,12 @@ def test_a_folder_that_is_no_whole_model_is_refused(online, server, refused, mod
     damage(model)
     assert words in refused("publish", model, "--repo", "user/en-de")
     assert server.requests == []
+
+
+def test_a_length_in_words_is_no_fact(online, server, call, model):
+    change(model / "tokenizer_config.json", model_max_length="512")
+    assert call("publish", model, "--repo", "user/en-de")[0] == 0
+    assert "max_source_tokens" not in json.loads(server.files("user/en-de")["facts.json"])
 
 
 def test_offline_is_said(online, server, refused, model, monkeypatch):

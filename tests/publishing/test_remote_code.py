@@ -121,6 +121,13 @@ def test_only_models_for_translation_name_the_pipeline():
     assert published_config(stale).keys() == {"architectures", "auto_map"}
 
 
+def test_configurations_tell_no_place_of_this_machine():
+    place = {"source_vocabulary": "/data/corpora/en.txt", "d_model": 16}
+    assert published_config(place).keys() == {"d_model", "auto_map"}
+    config = {"tokenizer_class": "MarianTokenizer", "vocab_file": "/data/vocab.json", "unk_token": "/unk", "x": "/"}
+    assert published_tokenizer_config(config).keys() == {"tokenizer_class", "unk_token", "x"}
+
+
 def test_another_tokenizer_keeps_its_class():
     config = {"tokenizer_class": "MarianTokenizer", "name_or_path": "/home/me/marian", "is_local": True}
     assert published_tokenizer_config(config) == {"tokenizer_class": "MarianTokenizer"}

@@ -5,6 +5,7 @@ from runs import observed_steps, train_anew, weights_of
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.checkpoints import checkpoint_name
+from vanilla_transformer.training.run_folder import read_run_record
 
 
 # BLEU after so many updates.
@@ -27,6 +28,7 @@ def best_run(make_options, tmp_path):
         content = bytearray(weights.read_bytes())
         content[-1] ^= 1
         weights.write_bytes(content)
+        assert read_run_record(tmp_path)["result"] == {"updates": [6]}
         return options, second
 
     return best_run
@@ -40,6 +42,7 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_with_a_message(best_run
     assert "update-00000006 is damaged (model.safetensors was changed after it was written)" in error
     assert "is update 9, which has the best bleu of those that are not damaged." in error
     assert weights_of(options.output_dir) == weights_of(second)
+    assert read_run_record(options.output_dir)["result"] == {"updates": [9]}
 
 
 def test_without_a_sound_best_checkpoint_the_model_stays_as_it_was(best_run):
@@ -48,5 +51,7 @@ def test_without_a_sound_best_checkpoint_the_model_stays_as_it_was(best_run):
     with pytest.raises(UserError, match=r"that --result best may take is damaged; use --resume with another --result"):
         train_anew(replace(options, resume=True))
     assert weights_of(options.output_dir) == before
+    # The run that failed has no result; the model is that of the first.
+    assert read_run_record(options.output_dir)["result"] == {"updates": [6]}
     train_anew(replace(options, resume=True, result="last"))
     assert weights_of(options.output_dir) == weights_of(options.output_dir / "checkpoints" / checkpoint_name(11))

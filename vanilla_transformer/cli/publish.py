@@ -1,10 +1,12 @@
 """`publish`: publish a model on the Hub, with its card and its code."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import option
+from vanilla_transformer.training.leases import MANIFEST, reading
 
 
 @dataclass(kw_only=True)
@@ -36,23 +38,34 @@ def run(options: PublishOptions) -> int:
         raise UserError(f"{options.folder} is not a folder; give the folder of a run, a checkpoint or another model.")
     if not options.message.strip():
         raise UserError("--message is empty; a commit needs a message.")
+    from .session import start
+
+    start()
+    folder = options.folder
+    try:
+        # A run that goes on must not delete its checkpoint meanwhile.
+        with reading(folder) if (folder / MANIFEST).exists() else nullcontext():
+            return _publish(options)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{error.filename or folder} was deleted while {folder} was being published; give a folder that stays."
+        ) from error
+
+
+def _publish(options: PublishOptions) -> int:
     from vanilla_transformer.publishing.bundle import (
-        FACTS,
         check_loads,
         check_model_folder,
         check_private,
         make_bundle,
+        told_facts,
     )
     from vanilla_transformer.publishing.facts import read_json
     from vanilla_transformer.publishing.upload import Destination, Hub, secrets
 
-    from .session import start
-
-    start()
     destination = Destination(repo=options.repo, private=options.private, revision=options.revision, tag=options.tag)
     check_model_folder(options.folder)
-    path = options.facts or options.folder / FACTS
-    told = read_json(path) if options.facts is not None or path.exists() else {}
+    told = told_facts(options.folder) if options.facts is None else read_json(options.facts)
     if options.license is not None:
         told["license"] = options.license
     hub = None if options.dry_run else Hub()
@@ -66,7 +79,7 @@ def run(options: PublishOptions) -> int:
     )
     check_loads(options.folder)
     if hub is None:
-        check_private(bundle, secrets(None))
+        check_private(bundle, secrets(None, options.folder))
         for name, size in bundle.sizes().items():
             print(f"{size:>14,}  {name}")
         print(f"\n{bundle.card}", end="")

@@ -39,23 +39,30 @@ def run(options: TrainingOptions) -> int:
     from vanilla_transformer.training.engine import train
 
     push = _push(options)
-    result = train(options, _sample_bleu(options), None if push is None else push.offer)
+    try:
+        result = train(options, _sample_bleu(options), None if push is None else push.offer)
+    except Exception:
+        if push is not None:
+            _send_last(push)
+        raise
     # One of several processes speaks for all.
     if not result.is_complete and os.environ.get("RANK", "0") == "0":
         print(
             f"Stopped after {result.updates:,} updates and saved; continue with --resume.", file=sys.stderr, flush=True
         )
-    if push is not None:
-        try:
-            # Who stops a run wants it to end; what is sent then is a checkpoint that lies on the disk.
-            push.finish(
-                result.output_dir if result.is_complete else None, None if result.is_complete else STOP_SECONDS
-            )
-        except UserError as error:
-            if result.is_complete:
-                raise
-            print(error, file=sys.stderr)
+    if push is not None and result.is_complete:
+        push.finish(result.output_dir)
+    elif push is not None:
+        _send_last(push)
     return 0 if result.interrupted_by is None else 128 + result.interrupted_by
+
+
+def _send_last(push: "BackgroundPush") -> None:
+    """Have the last checkpoint of a run that is over without a result published, if that does not take long."""
+    try:
+        push.finish(None, STOP_SECONDS)
+    except UserError as error:
+        print(error, file=sys.stderr)
 
 
 def _push(options: TrainingOptions) -> "BackgroundPush | None":

@@ -4,12 +4,13 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.leases import reading
 
-from .bundle import make_bundle
+from .bundle import make_bundle, told_facts
+from .card import FACTS
+from .facts import merged, read_facts
 from .upload import Destination, Hub, UploadError
 
 
@@ -22,15 +23,13 @@ class BackgroundPush:
     Args:
         hub: The Hub.
         destination: Repository and branch.
-        run: Folder of the run.
-        told: Facts that no file of the run holds.
+        run: Folder of the run; its `facts.json`, if there, holds facts that the run does not know.
     """
 
-    def __init__(self, hub: Hub, destination: Destination, run: Path, told: dict[str, Any] | None = None):
+    def __init__(self, hub: Hub, destination: Destination, run: Path):
         self._hub = hub
         self._destination = destination
         self._run = run
-        self._told = told
         self._changed = threading.Condition()
         self._waiting: tuple[Path, ExitStack] | None = None
         self._is_busy = self._is_over = self._is_prepared = False
@@ -43,8 +42,9 @@ class BackgroundPush:
         """Make the repository; what a token may not do is refused now, a network that is down is reported.
 
         Raises:
-            UserError: The repository cannot be written.
+            UserError: The repository cannot be written, or `facts.json` is wrong.
         """
+        read_facts(merged({"name": self._destination.repo}, told_facts(self._run)), self._run / FACTS)
         try:
             self._hub.prepare(self._destination, attempts=1)
             self._is_prepared = True
@@ -67,6 +67,8 @@ class BackgroundPush:
 
     def finish(self, result: Path | None, timeout: float | None = None) -> None:
         """Wait for what is under way, and publish the run's result.
+
+        It comes to an end even if the Hub falls silent: `Hub` gives up waiting for an answer, and trying again.
 
         Args:
             result: Folder of the result; `None` for a run that was stopped, whose last checkpoint counts.
@@ -130,6 +132,6 @@ class BackgroundPush:
             self._destination.repo,
             run=self._run,
             revision=self._destination.revision,
-            told=self._told,
+            told=told_facts(self._run),
         )
         return self._hub.upload(bundle, self._destination, message)

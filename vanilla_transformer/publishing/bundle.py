@@ -3,24 +3,27 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from vanilla_transformer import modeling_vanilla_transformer
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
-from .card import CARD, FACTS, card_files
+from .card import CARD, FACTS, PICTURE, card_files
 from .facts import Facts, merged, read_facts, read_json
 from .remote_code import published_config, published_tokenizer_config, source_files
-from .run_facts import find_facts, find_scores, records_until
+from .run_facts import find_facts, find_scores, records_until, result_updates
 
 
+_TRANSLATION = VanillaTransformerForConditionalGeneration.__name__
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _INDEX = "model.safetensors.index.json"
 # What tokenizers of transformers save; ours has the first two.
@@ -28,6 +31,8 @@ _TOKENIZER = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.jinja|.*\.(spm|model)"
 )
+# What belongs to one model, and would be taken for part of the next one that is published in its place.
+_MODEL_FILES = (_INDEX, "generation_config.json", "metrics.jsonl", PICTURE)
 _UPDATE = re.compile(r"update-(\d+)")
 
 
@@ -38,10 +43,12 @@ class Bundle:
     Args:
         files: Contents, or the files that hold them, by their names in the repository.
         facts: What its card tells.
+        folder: Folder of the model.
     """
 
     files: dict[str, bytes | Path]
     facts: Facts
+    folder: Path
 
     @property
     def card(self) -> str:
@@ -54,6 +61,22 @@ class Bundle:
             name: content.stat().st_size if isinstance(content, Path) else len(content)
             for name, content in sorted(self.files.items())
         }
+
+    def replaced(self, names: Iterable[str]) -> list[str]:
+        """Files of an earlier model that this one lacks.
+
+        Args:
+            names: Files of the repository.
+
+        Returns:
+            Those of them that must go when this model comes: weights in other pieces, for example.
+        """
+        return [
+            name
+            for name in names
+            if name not in self.files
+            and (name in _MODEL_FILES or _WEIGHTS.fullmatch(name) or ("/" not in name and _TOKENIZER.fullmatch(name)))
+        ]
 
 
 def make_bundle(
@@ -73,7 +96,7 @@ def make_bundle(
         run: Folder of the run; default: `folder`, or the run that the checkpoint `folder` lies in.
         revision: Branch that the card tells how to load; `None` for the main branch.
         told: Facts that no file of the run holds; they win over those that are found.
-        evaluations: Files of scores.
+        evaluations: Files of scores, which win over those that are found or told.
 
     Returns:
         The files.
@@ -84,13 +107,14 @@ def make_bundle(
     weights = check_model_folder(folder)
     run = run or run_of(folder)
     match = _UPDATE.fullmatch(folder.resolve().name)
-    update = int(match[1]) if match else None
-    found = find_facts(folder, run, weights, name=place, update=update)
+    updates = [int(match[1])] if match else [] if run is None else result_updates(run)
+    found = find_facts(folder, run, weights, name=place, updates=updates)
     if not evaluations and (folder / "evaluation.json").exists():
-        evaluations = [folder / "evaluation.json"]
-    if scores := [score for path in evaluations for score in find_scores(path)]:
-        found["scores"] = scores
-    facts = read_facts(merged(found, told or {}), FACTS)
+        found["scores"] = find_scores(folder / "evaluation.json")
+    given: dict[str, Any] = {"name": place}
+    if evaluations:
+        given["scores"] = [score for path in evaluations for score in find_scores(path)]
+    facts = read_facts(merged(merged(found, told or {}), given), FACTS)
     files: dict[str, bytes | Path] = {path.name: path for path in weights}
     for path in sorted(folder.iterdir()):
         if path.name in ("generation_config.json", _INDEX) or _TOKENIZER.fullmatch(path.name):
@@ -99,11 +123,11 @@ def make_bundle(
     if "tokenizer_config.json" in files:
         files["tokenizer_config.json"] = _json(published_tokenizer_config(read_json(folder / "tokenizer_config.json")))
     files |= {path.name: path for path in source_files()}
-    if run is not None and (records := records_until(run, update)):
+    if run is not None and (records := records_until(run, max(updates, default=None))):
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         files["metrics.jsonl"] = lines.encode()
     files |= {name: text.encode() for name, text in card_files(facts, place, revision=revision).items()}
-    return Bundle(files, facts)
+    return Bundle(files, facts, folder)
 
 
 def check_model_folder(folder: Path) -> list[Path]:
@@ -123,18 +147,33 @@ def check_model_folder(folder: Path) -> list[Path]:
     if not (folder / "config.json").is_file():
         hint = "let the run end, or give one of its checkpoints." if (folder / "checkpoints").is_dir() else "give one."
         raise UserError(f"{folder} is not a model's folder: it lacks config.json; {hint}")
-    kind = read_json(folder / "config.json").get("model_type")
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type")
     if kind != VanillaTransformerConfig.model_type:
         raise UserError(
             f"{folder} holds a model of type {kind}; publish those of {VanillaTransformerConfig.model_type}."
         )
+    architectures = config.get("architectures") or [_TRANSLATION]
+    if architectures != [_TRANSLATION]:
+        raise UserError(
+            f"{folder} holds a {', '.join(map(str, architectures))}, but the card is that of a translation model; "
+            "publish a head with its own `push_to_hub`."
+        )
     weights = [path for path in sorted(folder.iterdir()) if _WEIGHTS.fullmatch(path.name)]
     if (folder / _INDEX).is_file():
-        needed = sorted({*read_json(folder / _INDEX)["weight_map"].values()})
+        places = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise UserError(f"{folder / _INDEX} has no weight_map with the names of files; save the model again.")
+        needed = sorted({*places.values()})
     else:
         needed = ["model.safetensors"]
     present = {path.name for path in weights}
-    for name in [*needed, "tokenizer_config.json"]:
+    names = [*needed, "tokenizer_config.json"]
+    path = folder / "tokenizer_config.json"
+    # Without it, ours would load as one of bytes alone.
+    if path.is_file() and read_json(path).get("tokenizer_class") == VanillaTransformerTokenizer.__name__:
+        names.append("tokenizer.json")
+    for name in names:
         if name not in present and not (folder / name).is_file():
             raise UserError(f"{folder} lacks {name}, which a published model needs; save model and tokenizer there.")
     return [folder / name for name in needed]
@@ -149,15 +188,13 @@ def check_loads(folder: Path) -> None:
     Raises:
         UserError: Weights are damaged, missing or of other shapes, or the tokenizer has entries that they lack.
     """
-    config = VanillaTransformerConfig.from_pretrained(folder)
-    name = (config.architectures or ["VanillaTransformerForConditionalGeneration"])[0]
-    kind = getattr(modeling_vanilla_transformer, name, None)
-    if kind is None:
-        raise UserError(f"{folder} holds a {name}, which this version does not know; update the package.")
     try:
-        _, report = kind.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+        config = VanillaTransformerConfig.from_pretrained(folder)
+        _, report = VanillaTransformerForConditionalGeneration.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, StrictDataclassError, OSError, ValueError) as error:
         raise UserError(f"{folder} does not load ({' '.join(str(error).split())}); save it again.") from error
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"]), *report["unexpected_keys"]]
     if wrong:
@@ -167,6 +204,12 @@ def check_loads(folder: Path) -> None:
             f"The tokenizer in {folder} has {len(tokenizer):,} entries and the model {config.vocab_size:,}; save the "
             "model's own tokenizer there."
         )
+
+
+def told_facts(folder: Path) -> dict[str, Any]:
+    """What `facts.json` in a folder tells of its model; nothing if it is not there."""
+    path = folder / FACTS
+    return read_json(path) if path.exists() else {}
 
 
 def run_of(folder: Path) -> Path | None:

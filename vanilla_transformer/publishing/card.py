@@ -60,6 +60,7 @@ def render(facts: Facts, place: str, *, revision: str | None = None) -> str:
         place=place,
         revision="" if revision is None else f', revision="{revision}"',
         languages=_languages(facts),
+        tag=facts.language_tags[0] if facts.language_tags else None,
         speeds=[score for score in facts.scores if score.seconds],
         picture=PICTURE if has_picture(facts) else None,
     )
@@ -126,7 +127,7 @@ def _results(facts: Facts) -> list[EvalResult]:
                 task_type="translation",
                 task_name="Translation",
                 # The Hub asks for a type of every data set, of those that it does not hold, too.
-                dataset_type=score.dataset or re.sub(r"[^a-z0-9]+", "-", score.test_set.lower()).strip("-"),
+                dataset_type=score.dataset or re.sub(r"[\W_]+", "-", score.test_set.lower()).strip("-") or "test",
                 dataset_name=score.test_set,
                 dataset_split=score.split,
                 metric_type=metric,
@@ -147,7 +148,7 @@ def _languages(facts: Facts) -> str:
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else str(value)
+    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _decimal(value: float | None) -> str:

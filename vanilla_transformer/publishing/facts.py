@@ -126,6 +126,7 @@ class Facts:
         summary: A sentence about it.
         source_language: Code of the source language.
         target_languages: Codes of the target languages.
+        language_tags: Languages of which a user must name one to translate to; empty if there is no choice.
         license: Licence of the model, as the Hub names it, such as `apache-2.0`.
         parameters: Number of parameters.
         architecture: The configuration's hyper-parameters.
@@ -141,6 +142,7 @@ class Facts:
     summary: str | None = None
     source_language: str | None = None
     target_languages: tuple[str, ...] = ()
+    language_tags: tuple[str, ...] = ()
     license: str | None = None
     parameters: int | None = None
     architecture: dict[str, str | int | float | bool] = field(default_factory=dict)

@@ -35,7 +35,7 @@ def published_config(config: dict[str, Any]) -> dict[str, Any]:
         What the published one holds.
     """
     classes = {"AutoConfig": _name_of(VanillaTransformerConfig), **_model_classes()}
-    config = {name: value for name, value in config.items() if name not in _LOCAL}
+    config = _without_places(config)
     config["auto_map"] = classes
     config.pop("custom_pipelines", None)
     if classes.get("AutoModelForSeq2SeqLM", "").split(".")[-1] in config.get("architectures", ()):
@@ -52,11 +52,21 @@ def published_tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
     Returns:
         What the published one holds.
     """
-    config = {name: value for name, value in config.items() if name not in _LOCAL}
+    config = _without_places(config)
     if config.get("tokenizer_class") == VanillaTransformerTokenizer.__name__:
         # The second place is that of a fast tokenizer beside a slow one.
         config["auto_map"] = {"AutoTokenizer": [_name_of(VanillaTransformerTokenizer), None]}
     return config
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    # A token may be a slash with a word; a path that matters has more parts.
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in _LOCAL
+        and not (isinstance(value, str) and Path(value).is_absolute() and len(Path(value).parts) > 2)
+    }
 
 
 def _model_classes() -> dict[str, str]:

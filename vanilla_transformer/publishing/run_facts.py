@@ -1,15 +1,15 @@
 """The facts that a model's folder and its run's records tell."""
 
-import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError, safe_open
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.journal import read_journal
 
 from .facts import TestScore, read_json
@@ -55,7 +55,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def find_facts(
-    folder: Path, run: Path | None, weights: list[Path], *, name: str, update: int | None = None
+    folder: Path, run: Path | None, weights: list[Path], *, name: str, updates: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Gather what the files say.
 
@@ -64,7 +64,7 @@ def find_facts(
         run: Folder of the run that made it, with `run.json`, `options.yaml` and `metrics.jsonl`; `None` if unknown.
         weights: Its weights, in safetensors.
         name: Name of the model.
-        update: Number of optimiser steps of the checkpoint that it is; `None` for a run's result.
+        updates: Numbers of optimiser steps of the checkpoints that it is made of; empty if unknown.
 
     Returns:
         A record for `facts.read_facts`.
@@ -75,13 +75,17 @@ def find_facts(
         "parameters": sum(_sizes(path) for path in weights),
         "architecture": {key: config[key] for key in _ARCHITECTURE if config.get(key) is not None},
     }
-    tokenizer = folder / "tokenizer_config.json"
-    length = read_json(tokenizer).get("model_max_length") if tokenizer.exists() else None
+    path = folder / "tokenizer_config.json"
+    tokenizer = read_json(path) if path.exists() else {}
+    length = tokenizer.get("model_max_length")
     # Tokenizers without a length write a number beyond all others.
-    if length is not None and length < 1e9:
+    if isinstance(length, int | float) and length < 1e9:
         found["max_source_tokens"] = int(length)
+    # A tokenizer that was saved with a language needs no other.
+    if tokenizer.get("tgt_lang") is None and (tags := _language_tags(folder / "tokenizer.json")):
+        found["target_languages"] = found["language_tags"] = tags
     if run is not None:
-        _add_run(found, run, update)
+        _add_run(found, run, updates)
     return found
 
 
@@ -122,9 +126,26 @@ def records_until(run: Path, update: int | None) -> list[dict[str, Any]]:
     return [record for record in records if update is None or record["update"] <= update]
 
 
-def _add_run(found: dict[str, Any], run: Path, update: int | None) -> None:
+def _language_tags(path: Path) -> list[str]:
+    """Languages that the vocabulary of our tokenizer has tags for."""
+    entries = read_json(path).get("added_tokens", []) if path.exists() else []
+    return [entry["content"][2:-1] for entry in entries if re.fullmatch("<2.+>", entry["content"])]
+
+
+def result_updates(run: Path) -> list[int]:
+    """Numbers of optimiser steps of the checkpoints that a run's result was made of; empty if it is not recorded."""
+    result = read_json(run / "run.json").get("result")
+    return result.get("updates", []) if isinstance(result, dict) else []
+
+
+def _add_run(found: dict[str, Any], run: Path, updates: Sequence[int]) -> None:
     record = read_json(run / "run.json")
-    options = yaml.safe_load((run / "options.yaml").read_text(encoding="utf-8"))
+    for name in ("train", "valid", "device", "processes", "versions"):
+        if name not in record or (name == "train" and not isinstance(record[name], dict)):
+            raise UserError(
+                f"{run / 'run.json'} lacks {name}, which runs write; restore it, or publish a copy of the model alone."
+            )
+    options = _read_options(run / "options.yaml")
     languages = (options.get("source_language"), options.get("target_language"))
     if languages[0]:
         found["source_language"] = languages[0]
@@ -132,19 +153,21 @@ def _add_run(found: dict[str, Any], run: Path, update: int | None) -> None:
         found["target_languages"] = [languages[1]]
     train, valid = record["train"], record["valid"]
     found["text"] = {
-        "dataset": _hub_name(options.get("dataset")),
+        "dataset": None if record.get("dataset_is_folder") else _hub_name(options.get("dataset")),
         "train_pairs": train.get("pairs_kept"),
         "dropped_pairs": sum(train["dropped"].values()) if "dropped" in train else None,
         "valid_pairs": valid.get("pairs_kept") if valid else None,
     }
+    # Of a result that nobody noted, how far the run has come tells nothing.
+    update = max(updates, default=None)
     records = records_until(run, update)
     steps = [item for item in records if item["kind"] == "train"]
     seconds = [item.get("seconds") for item in steps]
     found["training"] = {
-        "updates": update if update is not None else (steps[-1]["update"] if steps else None),
-        "epochs": steps[-1].get("epoch") if steps else None,
-        "averaged": _averaged(options) if update is None else 1,
-        "seconds": round(sum(seconds), 1) if seconds and None not in seconds else None,
+        "updates": update,
+        "epochs": steps[-1].get("epoch") if steps and updates else None,
+        "averaged": len(updates) or None,
+        "seconds": round(sum(seconds), 1) if seconds and updates and None not in seconds else None,
         "device": str(record["device"]).split(":")[0],
         "processes": record["processes"],
         "options": {key: options[key] for key in _OPTIONS if options.get(key) is not None},
@@ -156,9 +179,14 @@ def _add_run(found: dict[str, Any], run: Path, update: int | None) -> None:
     }
 
 
-def _averaged(options: dict[str, Any]) -> int:
-    names = TrainingOptions.__dataclass_fields__
-    return TrainingOptions(**{key: value for key, value in options.items() if key in names}).num_averaged
+def _read_options(path: Path) -> dict[str, Any]:
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is not YAML ({' '.join(str(error).split())}); correct it.") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{path} holds no named values; restore the options of the run.")
+    return options
 
 
 def _hub_name(dataset: str | None) -> str | None:
@@ -177,8 +205,7 @@ def _points(values: Any) -> list[list[float]]:
 def _sizes(path: Path) -> int:
     """Number of values in a file of safetensors; tied weights are there once."""
     try:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, MemoryError) as error:
+        with safe_open(path, "np") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read as safetensors ({error}); use another copy.") from error
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, set_client_factory
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -17,7 +18,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import _http, validate_repo_id
 
 from vanilla_transformer.errors import UserError
 
@@ -30,6 +31,10 @@ Result = TypeVar("Result")
 _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 60.0
+# Longest wait, in seconds, that a Hub may ask for.
+_LONGEST_ASKED = 600.0
+# Seconds without a byte after which a Hub counts as away; huggingface_hub's own client waits for ever.
+_SILENCE = 60.0
 _REFERENCE = re.compile(r"(?!.*(?:\.\.|//|@\{))[\w][\w./+-]*(?<![./])")
 
 
@@ -84,6 +89,7 @@ class Hub:
         self._token = get_token()
         if self._token is None:
             raise UserError("There is no token of the Hub; run `hf auth login`, or set HF_TOKEN.")
+        set_client_factory(_client)
         self._api = HfApi(token=self._token)
 
     def prepare(self, destination: Destination, attempts: int = ATTEMPTS) -> None:
@@ -101,6 +107,8 @@ class Hub:
 
         def prepare() -> None:
             self._api.create_repo(repo, private=destination.private or None, exist_ok=True)
+            # A repository that exists is no mistake to `create_repo`, even where the token may only read it.
+            self._api.auth_check(repo, write=True)
             if destination.private and not self._api.repo_info(repo).private:
                 raise UserError(f"{repo} exists and is public; leave out --private, or name another repository.")
             if destination.tag is not None:
@@ -116,7 +124,8 @@ class Hub:
         """Publish the files as one commit.
 
         Large files are sent first and belong to no revision until the commit names them, so that an upload that
-        fails anywhere leaves the repository as it was. An attempt sends again only what has not arrived.
+        fails anywhere leaves the repository as it was. An attempt sends again only what has not arrived. Files of an
+        earlier model that this one lacks go with the same commit.
 
         Args:
             bundle: The files.
@@ -131,7 +140,7 @@ class Hub:
             UserError: A text holds the token or a path of this machine, or the Hub refuses the commit.
             UploadError: The Hub cannot be reached.
         """
-        check_private(bundle, secrets(self._token))
+        check_private(bundle, secrets(self._token, bundle.folder))
 
         def commit() -> object:
             # An operation belongs to one attempt.
@@ -139,17 +148,27 @@ class Hub:
                 CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
                 for name, content in bundle.files.items()
             ]
+            present = self._api.list_repo_files(destination.repo, revision=destination.revision)
+            operations += [CommitOperationDelete(name, is_folder=False) for name in bundle.replaced(present)]
             return self._api.create_commit(
                 destination.repo, operations, commit_message=message, revision=destination.revision
             )
 
         info = self._attempt(commit, destination.repo, attempts)
         if destination.tag is not None:
-            self._attempt(
-                lambda: self._api.create_tag(destination.repo, tag=destination.tag, revision=info.oid, exist_ok=True),
-                destination.repo,
-                attempts,
-            )
+            try:
+                self._attempt(
+                    lambda: self._api.create_tag(
+                        destination.repo, tag=destination.tag, revision=info.oid, exist_ok=True
+                    ),
+                    destination.repo,
+                    attempts,
+                )
+            except UserError as error:
+                raise type(error)(
+                    f"The model was published as {info.commit_url}, but without the tag {destination.tag}: {error} "
+                    "Publishing again sets it."
+                ) from error
         return info.commit_url
 
     def _attempt(self, action: Callable[[], Result], repo: str, attempts: int) -> Result:
@@ -190,11 +209,27 @@ class Hub:
         return f"The Hub refused to publish to {repo} ({_told(error)}{': ' if said else ''}{said})."
 
 
-def secrets(token: str | None) -> dict[str, str]:
-    """What no published text may hold, with what it is: the token, and folders of this user and process."""
-    folders = {str(Path.home()), os.getcwd()} - {os.sep}
+def secrets(token: str | None, model: Path) -> dict[str, str]:
+    """What no published text may hold.
+
+    Args:
+        token: Token of the Hub.
+        model: Folder of the model.
+
+    Returns:
+        The token, and folders of this user, this process and the model, with what they are.
+    """
+    model = model.absolute()
+    places = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), model, model.parent, model.resolve().parent)
+    folders = {str(place) for place in places} - {os.sep}
     words = {folder + os.sep: f"a path of this machine ({folder})" for folder in folders}
     return words | ({} if token is None else {token: "the token of the Hub"})
+
+
+def _client() -> Any:
+    client = _http.default_client_factory()
+    client.timeout = _SILENCE
+    return client
 
 
 def _cause(error: BaseException) -> Exception | None:
@@ -216,6 +251,6 @@ def _told(error: Exception) -> str:
 
 
 def _retry_after(response: object) -> float:
-    """Seconds that an answer asks to wait."""
+    """Seconds that an answer asks to wait, within bounds."""
     value = "" if response is None else response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else 0.0
+    return min(float(value), _LONGEST_ASKED) if value.isdecimal() else 0.0

@@ -12,6 +12,7 @@ from .averaging import average_checkpoints
 from .checkpoints import checkpoint_name, last_checkpoints, last_sound, update_of
 from .configuration import TrainingOptions
 from .failures import naming_disk
+from .run_folder import note_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,10 @@ def write_result(
             "another --result."
         )
     with naming_disk("The model", options.output_dir, checkpoints):
+        note_result(options.output_dir, None)
         average_checkpoints(chosen, options.output_dir, moving_average=options.ema_decay > 0.0)
         generation_config.save_pretrained(options.output_dir)
+        note_result(options.output_dir, [update_of(checkpoint) for checkpoint in chosen])
     print(f"The model in {options.output_dir} is {_description(options, chosen, best_updates)}.", file=sys.stderr)
 
 

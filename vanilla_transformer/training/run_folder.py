@@ -18,6 +18,25 @@ from .sharding import Division
 _PACKAGES = ("vanilla-transformer", "torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors")
 
 
+def read_run_record(folder: Path) -> dict[str, Any]:
+    """Read `run.json`; a folder without one, or with a damaged one, has an empty record."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def note_result(folder: Path, updates: list[int] | None) -> None:
+    """Note in `run.json` what the run's model was made of.
+
+    Args:
+        folder: Folder of the run.
+        updates: Numbers of optimiser steps of the checkpoints; `None` while the model is being written.
+    """
+    _write(folder, {**read_run_record(folder), "result": None if updates is None else {"updates": updates}})
+
+
 def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData, facts: dict[str, Any]) -> None:
     """Write `options.yaml` and `run.json`, and say on standard error what is going to be trained.
 
@@ -33,16 +52,20 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         fingerprints["validation text"] = data.valid.fingerprint
     values = options.as_dict() | {"resume": False}
     (folder / "options.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    earlier = read_run_record(folder) if options.resume else {}
     record = {
         **facts,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _PACKAGES},
         "trackers": list(options.chosen_trackers),
         "fingerprints": fingerprints,
+        "dataset_is_folder": options.dataset is not None and Path(options.dataset).is_dir(),
         "train": data.train.report,
         "valid": None if data.valid is None else data.valid.report,
+        # The model that lies there stays that of the earlier run until this one has a result.
+        "result": earlier.get("result"),
     }
-    (folder / "run.json").write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+    _write(folder, record)
     for name, corpus in (("training", data.train), ("validation", data.valid)):
         if corpus is not None and corpus.report["summary"]:
             print(f"Of the {name} text, {corpus.report['summary']}.", file=sys.stderr)
@@ -55,3 +78,9 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         f"{Division(**record['division'])}.",
         file=sys.stderr,
     )
+
+
+def _write(folder: Path, record: dict[str, Any]) -> None:
+    partial = folder / "partial-run.json"
+    partial.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+    partial.replace(folder / "run.json")
