@@ -194,3 +194,20 @@ def test_only_line_feeds_end_lines(tmp_path):
     checked = InputFile.check(tmp_path / "source", Layout())
     assert list(checked.lines()) == ["a\u2028b", "", "\x0bc\x85"]
     assert checked.num_lines == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_is_no_input(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"pipe is not a regular file; give one, or pipe it"):
+        InputFile.check(tmp_path / "pipe", Layout())
+
+
+@pytest.mark.parametrize("change", [lambda text: "", lambda text: text[:40], lambda text: text.replace("e", "a")])
+def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path, source, make_translator, change):
+    checked = InputFile.check(source, Layout())
+    source.write_text(change(source.read_text(encoding="utf-8")), encoding="utf-8")
+    target = tmp_path / "target"
+    with pytest.raises(UserError, match="source has changed while it was translated"):
+        translate_file(make_translator(), checked, target, Layout(), model="user/name")
+    assert not target.exists()

@@ -7,6 +7,7 @@ made with. The output itself appears when it is complete.
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -54,10 +55,16 @@ class InputFile:
             The file.
 
         Raises:
-            UserError: It is missing, empty or not UTF-8, or a line has not the layout.
+            UserError: It is missing, empty, not UTF-8 or a pipe, or a line has not the layout.
         """
         digest, num_lines = hashlib.sha256(), 0
         try:
+            mode = path.stat().st_mode
+            # A pipe can be read only once.
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise UserError(
+                    f"{path} is not a regular file; give one, or pipe it: ... | vanilla-transformer translate."
+                )
             with path.open("rb") as file:
                 for line in _tell_bad_bytes(file, path, digest):
                     num_lines += 1
@@ -69,10 +76,16 @@ class InputFile:
         return cls(path, num_lines, digest.hexdigest())
 
     def lines(self) -> Iterator[str]:
-        """The lines without their ends."""
+        """The lines without their ends.
+
+        Raises:
+            UserError: At the end, if the file has changed since it was checked.
+        """
+        digest = hashlib.sha256()
         with self.path.open("rb") as file:
-            for number, line in enumerate(file):
-                yield line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
+            yield from _tell_bad_bytes(file, self.path, digest)
+        if digest.hexdigest() != self.digest:
+            raise UserError(f"{self.path} has changed while it was translated; translate it again.")
 
 
 def _tell_bad_bytes(file: BinaryIO, path: Path, digest) -> Iterator[str]:
