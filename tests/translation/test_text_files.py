@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import random
@@ -151,6 +152,52 @@ def test_two_processes_do_not_write_one_file(tmp_path, source, make_translator):
             run(make_translator(), source, target, resume=True)
     assert partial.read_bytes() == before
     run(make_translator(), source, target, resume=True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such locks")
+def test_a_second_process_leaves_the_record_of_the_first(tmp_path, source, make_translator):
+    import fcntl
+
+    target = tmp_path / "target"
+    partial, record = partial_files(target)
+    # The first process has begun, and written no line yet.
+    with pytest.raises(Interruption):
+        run(make_translator(0), source, target)
+    before = record.read_bytes()
+    with partial.open("ab") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="is being written by another process"):
+            run(make_translator(num_beams=2), source, target)
+    assert record.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such locks")
+def test_a_file_that_was_renamed_before_its_lock_is_not_written(tmp_path, source, make_translator, monkeypatch):
+    import fcntl
+
+    target = tmp_path / "target"
+    partial, _ = partial_files(target)
+    lock = fcntl.flock
+
+    def finished_first(file, flags):
+        partial.replace(target)
+        lock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", finished_first)
+    with pytest.raises(UserError, match="is being written by another process"):
+        run(make_translator(), source, target)
+    assert target.read_bytes() == b""
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, source, make_translator, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def unsupported(file, flags):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    run(make_translator(), source, tmp_path / "target")
+    assert (tmp_path / "target").exists()
 
 
 def test_one_line_of_output_for_each_line_of_input_in_every_layout(tmp_path, sentences, make_translator):

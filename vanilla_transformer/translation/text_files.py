@@ -9,7 +9,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -123,12 +122,12 @@ def translate_file(
         show_progress: Whether to draw a progress bar.
 
     Raises:
-        UserError: Something else was left than what is resumed, or something was left and is not resumed.
+        UserError: Something else was left than what is resumed, or something was left and is not resumed, or another
+            process writes this output, or the input has changed since it was checked.
     """
     # A link stays, and the file that it names is replaced.
     target = target.resolve()
     partial, record = partial_files(target)
-    check_partial(target, resume=resume)
     made_with = {
         "input": source.digest,
         "model": _identity_of_model(translator, model),
@@ -140,11 +139,14 @@ def translate_file(
         "quantization": translator.quantization,
     }
     made_with = json.loads(json.dumps(made_with))
-    if _holds_lines(partial):
-        _compare(partial, record, made_with)
-    else:
-        record.write_text(json.dumps(made_with, indent=2), encoding="utf-8")
-    with partial.open("a+b") as output, _alone(output, partial):
+    with partial.open("a+b") as output:
+        # Until then, both files may be another process's.
+        _lock(output, partial)
+        check_partial(target, resume=resume)
+        if _holds_lines(partial):
+            _compare(partial, record, made_with)
+        else:
+            _write_record(record, made_with)
         done = _complete_lines(output)
         lines = islice(source.lines(), done, None)
         with tqdm(
@@ -161,7 +163,7 @@ def translate_file(
                 output.flush()
                 os.fsync(output.fileno())
         partial.replace(target)
-        record.unlink()
+        record.unlink(missing_ok=True)
 
 
 def partial_files(target: Path) -> tuple[Path, Path]:
@@ -217,19 +219,33 @@ def _complete_lines(output: BinaryIO) -> int:
     return number
 
 
-@contextmanager
-def _alone(output: BinaryIO, path: Path) -> Iterator[None]:
-    """Keep other processes from the file, where the system has such locks."""
+def _write_record(record: Path, made_with: dict) -> None:
+    """Write a record whole or not at all."""
+    new = record.with_name(f"{record.name}.new")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(made_with, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(record)
+
+
+def _lock(output: BinaryIO, path: Path) -> None:
+    """Keep other processes from an open file until it is closed, where the system has such locks."""
     try:
         import fcntl
     except ImportError:
-        yield
         return
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise UserError(f"{path} is being written by another process; wait for it, or choose another file.") from error
-    yield
+        # The process that held the lock may have renamed the file meanwhile.
+        is_ours = path.exists() and os.path.samestat(os.fstat(output.fileno()), path.stat())
+    except BlockingIOError:
+        is_ours = False
+    except OSError:
+        # Some network file systems have no locks.
+        return
+    if not is_ours:
+        raise UserError(f"{path} is being written by another process; wait for it, or choose another file.")
 
 
 def _identity_of_model(translator: "Translator", model: str | Path) -> str:
