@@ -258,3 +258,14 @@ def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path, source, make_
     with pytest.raises(UserError, match="source has changed while it was translated"):
         translate_file(make_translator(), checked, target, Layout(), model="user/name")
     assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["target", "target.txt", "target.json"])
+def test_an_output_in_the_models_folder_is_resumed(tmp_path, source, make_translator, name):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    checked = InputFile.check(source, Layout())
+    with pytest.raises(Interruption):
+        translate_file(make_translator(7), checked, tmp_path / name, Layout(), model=tmp_path)
+    (tmp_path / "target-before.txt").write_text("another output\n")
+    translate_file(make_translator(), checked, tmp_path / name, Layout(), model=tmp_path, resume=True)
+    assert (tmp_path / name).exists()

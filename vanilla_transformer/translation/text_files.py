@@ -24,8 +24,12 @@ from .layouts import Layout
 if TYPE_CHECKING:
     from .translator import Translator
 
-# Files of a model's folder that decide its translations.
-_MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.spm", "*.txt")
+# Files of a model's folder that decide its translations, beside those of its tokenizer's vocabulary. Outputs may lie
+# there, too.
+_MODEL_FILES = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +257,9 @@ def _identity_of_model(translator: "Translator", model: str | Path) -> str:
     if not folder.is_dir():
         return f"{model}@{getattr(translator.model.config, '_commit_hash', None)}"
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)}):
-        # A run's folder also holds records that do not matter here.
-        if path.is_file() and path.name != "run.json":
-            digest.update(f"{path.name} {path.stat().st_size} ".encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+    patterns = {*_MODEL_FILES, *translator.tokenizer.vocab_files_names.values()}
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
