@@ -193,6 +193,15 @@ def test_translations_begin_with_their_prefix(model, tokenizer, shape):
         translator.translate(SENTENCES[:5], prefixes=prefixes[:4])
 
 
+@pytest.mark.parametrize("shape", [list, iter])
+def test_texts_that_are_not_unicode_are_refused(model, tokenizer, echo, shape):
+    translator = Translator(model, tokenizer, window=2)
+    with pytest.raises(UserError, match=r"^Text 3, holds the lone surrogate '\\ud800';"):
+        list(translator.translate(shape(["a", "b", "a \ud800 man"])))
+    with pytest.raises(UserError, match=r"^Prefix 2, holds the lone surrogate '\\ud800';"):
+        translator.translate(["a", "b"], prefixes=["", "\ud800"])
+
+
 # Options
 
 

@@ -110,6 +110,22 @@ def check_at_least(name: str, value: int | None, smallest: int) -> None:
         raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
 
 
+def check_characters(text: str, place: str) -> None:
+    """Refuse a text that is not Unicode.
+
+    Args:
+        text: The text.
+        place: What it is or where it stands, for the error message.
+
+    Raises:
+        UserError: The text holds a half of a surrogate pair, which is no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}, holds the lone surrogate {text[error.start]!a}; correct it.") from error
+
+
 def check_search(search: dict[str, Any], *, tokens_per_batch: int, max_source_tokens: int | None = None) -> None:
     """Check the options of a translator, as far as they can be checked without its model.
 

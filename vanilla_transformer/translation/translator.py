@@ -26,7 +26,7 @@ from transformers import (
 from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.errors import UserError
 
-from .arguments import LongTexts, Quantization, check_at_least, check_model_id, check_search
+from .arguments import LongTexts, Quantization, check_at_least, check_characters, check_model_id, check_search
 from .backends import SearchBackend, make_backend, options_for
 from .hypotheses import Hypothesis
 from .segmentation import split_to_fit
@@ -178,7 +178,7 @@ class Translator:
             order of the texts, and each is one line.
 
         Raises:
-            UserError: A text has more tokens than are translated.
+            UserError: A text has more tokens than are translated, or is not Unicode.
         """
         return self._by_shape(texts, lambda found: found[0].text, with_scores=False, **options)
 
@@ -276,6 +276,10 @@ class Translator:
         """
         if prefixes is not None and len(prefixes) != len(texts):
             raise UserError(f"There are {len(texts):,} texts and {len(prefixes):,} prefixes; give each text one.")
+        for number, text in enumerate(texts, start=start + 1):
+            check_characters(text, f"Text {number:,}")
+        for number, prefix in enumerate(prefixes or (), start=start + 1):
+            check_characters(prefix, f"Prefix {number:,}")
         parts = self._parts([text.strip() for text in texts], start)
         owners = [index for index, own in enumerate(parts) for _ in own]
         found: list[list[Hypothesis]] = [[] for _ in owners]
