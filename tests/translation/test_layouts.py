@@ -65,6 +65,9 @@ def test_lines_of_another_layout_are_refused(layout, line, message):
         (Layout(target="tsv"), "one", "eins"),
         (Layout(source="tsv", target="tsv", column=2), "x\tone", "x\tone\teins"),
         (Layout(source="tsv", target="text", column=2), "x\tone", "eins"),
+        (Layout(source="tsv", target="tsv"), "", ""),
+        (Layout(source="tsv", target="tsv"), "\t", "\t\teins"),
+        (Layout(alternatives=True), " ", ""),
         (Layout(source="tsv", target="tsv", alternatives=True), "one", "one\teins\t-0.500000\tzw ei\t-1.250000"),
     ],
 )

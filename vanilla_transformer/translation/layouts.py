@@ -79,10 +79,12 @@ class Layout:
             translations: Translations of its text, at least one, the best first.
 
         Returns:
-            The line without its end.
+            The line without its end; empty for an empty line, unless it is JSON.
         """
         if self.target == "jsonl":
             return self._json_line(line, translations)
+        if not (line if self.source == "tsv" else line.strip()):
+            return ""
         columns = [line] if self.source == self.target == "tsv" else []
         for translation in translations if self.alternatives else translations[:1]:
             # A tab would begin a column.
