@@ -46,7 +46,7 @@ PRECISE = {
 ROUNDING = {
     "packed bfloat16": (lambda model: PackedDecoder(model, dtype=torch.bfloat16, packing="plain"), 0.03),
     "packed onednn": (lambda model: PackedDecoder(model, dtype=torch.bfloat16, packing="onednn"), 0.03),
-    "packed int8": (lambda model: PackedDecoder(model, packing="int8"), 0.1),
+    "packed int8": (lambda model: PackedDecoder(model, packing="int8"), 0.05),
     "native bfloat16": (lambda model: NativeDecoder(model, precision="bfloat16"), 0.02),
     "native int8": (lambda model: NativeDecoder(model, precision="int8"), 0.04),
 }
@@ -359,6 +359,24 @@ def test_packed_products_are_products(packing, tolerance, rows, bias, relu):
     product = pack(weight, vector, packing, relu=relu)(x).double()
     assert (product - expected).square().mean().sqrt() <= tolerance * expected.std() + 1e-6
     assert product.min() >= 0.0 or not relu
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_row_of_a_rounded_product_does_not_depend_on_the_others(relu):
+    if not can_pack("int8"):
+        pytest.skip("torch cannot pack int8 here")
+    generator = torch.Generator().manual_seed(1)
+    product = pack(torch.randn(48, 40, generator=generator), torch.randn(48, generator=generator), "int8", relu=relu)
+    rows = torch.randn(33, 40, generator=generator) * torch.logspace(-3, 3, 33)[:, None]
+    alone = torch.cat([product(row[None]) for row in rows])
+    assert torch.equal(product(rows), alone)
+
+
+def test_both_decoders_round_to_8_bits_alike(scrambled):
+    model = scrambled()
+    native, packed = (make(ROUNDING[name][0], name, model) for name in ("native int8", "packed int8"))
+    for (mine, _), (theirs, exact) in zip(walk(model, native), walk(model, packed), strict=True):
+        assert (mine - theirs).square().mean() < (theirs - exact).square().mean()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process forks")
