@@ -215,6 +215,12 @@ def test_batches_keep_the_budget_and_start_with_the_longest(model, tokenizer, ec
     assert widths == sorted(widths, reverse=True)
 
 
+def test_the_number_of_short_texts_in_a_batch_is_bounded(model, tokenizer, echo):
+    texts = [f"{number % 10}" for number in range(1500)]
+    assert Translator(model, tokenizer, workers=1).translate(texts) == texts
+    assert max(len(call["sources"]) for call in echo.calls) <= 4096 // 16
+
+
 def test_a_text_beyond_the_budget_makes_its_own_batch(model, tokenizer, echo):
     Translator(model, tokenizer, tokens_per_batch=5).translate(["a" * 30, "b", "c"])
     assert [len(row) for row in echo.calls[0]["sources"]] == [31]

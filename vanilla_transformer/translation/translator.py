@@ -35,6 +35,8 @@ from .workers import map_side_by_side
 
 # What transformers writes for a tokenizer without a largest length is far above this.
 _NO_LENGTH = 1 << 30
+# Shorter sources count as many tokens in a batch.
+_LEAST_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class Translator:
     Args:
         model: A translation model; used as it is, on its device and in its dtype.
         tokenizer: Its tokenizer.
-        tokens_per_batch: Largest padded number of source tokens of a batch, beams not counted.
+        tokens_per_batch: Largest padded number of source tokens of a batch, beams not counted; sources below 16 tokens
+            count as 16.
         window: Number of texts of an iterator that are read, sorted and batched together.
         max_source_tokens: The longest text that is translated whole, in tokens with `</s>`; `None` is the largest
             length that the tokenizer (`model_max_length`) or learned positions know.
@@ -345,9 +348,11 @@ class Translator:
         lengths = np.fromiter((len(row) for row in sources), dtype=np.int64, count=len(sources))
         # Few texts are spread over all workers.
         budget = min(self.tokens_per_batch, -(-int(lengths.sum()) // self.workers))
-        budget = max(budget, int(lengths.max()))
+        # Each row takes memory beyond that of its source.
+        counted = np.maximum(lengths, _LEAST_LENGTH)
+        budget = max(budget, int(counted.max()))
         # Longest first: if memory is short, it is at once.
-        return TokenBatches(lengths, lengths, tokens_per_batch=budget, shuffle=False).batches(0)[::-1]
+        return TokenBatches(lengths, counted, tokens_per_batch=budget, shuffle=False).batches(0)[::-1]
 
     def _decode(self, found: list[list[Hypothesis]]) -> list[list[Translation]]:
         tokens = [hypothesis.tokens for hypotheses in found for hypothesis in hypotheses]
