@@ -159,8 +159,9 @@ def test_samples_differ_by_place_and_not_by_window(model, tokenizer, shape):
         assert [[x.text for x in found] for found in translator.hypotheses(shape(texts))] == [
             [x.text for x in found] for found in expected
         ]
-    other = Translator(model, tokenizer, **{**options, "seed": 4}).hypotheses(texts)
-    assert [found[0].text for found in other] != [found[0].text for found in expected]
+    for seed in (4, (1 << 63) - 1):
+        other = Translator(model, tokenizer, **{**options, "seed": seed}).hypotheses(texts)
+        assert [found[0].text for found in other] != [found[0].text for found in expected]
 
 
 # Several translations, scores, prefixes
@@ -191,6 +192,10 @@ def test_translations_begin_with_their_prefix(model, tokenizer, shape):
         assert translator.translate(SENTENCES[0], prefixes="Zz").startswith("Zz")
     with pytest.raises(UserError, match=r"^There are 5 texts and 4 prefixes;"):
         translator.translate(SENTENCES[:5], prefixes=prefixes[:4])
+    with pytest.raises(UserError, match=r"^There are more prefixes than texts"):
+        list(translator.translate(iter(SENTENCES[:4]), prefixes=iter(prefixes)))
+    with pytest.raises(UserError, match=r"^There is one prefix and several texts"):
+        translator.translate(shape(SENTENCES[:2]), prefixes="xy")
 
 
 @pytest.mark.parametrize("shape", [list, iter])

@@ -221,6 +221,8 @@ class Translator:
             prefixes = None if prefixes is None else [prefixes]
             options = {"with_scores": with_scores, "prefixes": prefixes, "show_progress": show_progress}
             return self._by_shape([texts], result, **options)[0]
+        if isinstance(prefixes, str):
+            raise UserError("There is one prefix and several texts; give each text one.")
         bar = partial(tqdm, desc="Translating", unit="text", disable=not show_progress)
         if isinstance(texts, Sequence):
             prefixes = None if prefixes is None else list(prefixes)
@@ -243,6 +245,8 @@ class Translator:
             for start in count(0, self.window):
                 block = list(islice(texts, self.window))
                 if not block:
+                    if prefixes is not None and next(prefixes, None) is not None:
+                        raise UserError("There are more prefixes than texts; give each text one.")
                     return
                 found = self.translate_window(
                     block,
