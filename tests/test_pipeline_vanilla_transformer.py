@@ -103,6 +103,10 @@ def test_the_language_of_the_target(model):
     for language in ("fr", "de"):
         ids = translate.preprocess("a", **translate._sanitize_parameters(tgt_lang=language)[0])["input_ids"]
         assert ids[0, 0] == tokenizer.language_tags[language]
+        assert tokenizer.tgt_lang is None
+    tokenizer.tgt_lang = "de"
+    assert translate.preprocess("a", tgt_lang="fr")["input_ids"][0, 0] == tokenizer.language_tags["fr"]
+    assert translate.preprocess("a")["input_ids"][0, 0] == tokenizer.language_tags["de"]
 
 
 def test_learned_positions_bound_the_translation(tokenizer):

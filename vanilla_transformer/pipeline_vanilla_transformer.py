@@ -62,9 +62,14 @@ class TranslationPipeline(Pipeline):
 
     def preprocess(self, text: str, tgt_lang: str | None = None) -> dict[str, torch.Tensor]:
         """Turn a text into ids [1, S] and their mask."""
-        if tgt_lang is not None:
-            self.tokenizer.tgt_lang = tgt_lang
-        return dict(self.tokenizer(text, return_tensors="pt"))
+        if tgt_lang is None:
+            return dict(self.tokenizer(text, return_tensors="pt"))
+        before = self.tokenizer.tgt_lang
+        self.tokenizer.tgt_lang = tgt_lang
+        try:
+            return dict(self.tokenizer(text, return_tensors="pt"))
+        finally:
+            self.tokenizer.tgt_lang = before
 
     def _forward(self, inputs: dict[str, torch.Tensor], **generate_kwargs: Any) -> dict[str, torch.Tensor]:
         """Translate ids [B, S] to ids [B, N, T], N being `num_return_sequences`."""

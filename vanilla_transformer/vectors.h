@@ -102,6 +102,7 @@ struct Buffer {
     T* reserve(size_t count) {
         if (count > size) {
             free(data);
+            data = nullptr, size = 0;
             data = static_cast<T*>(aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
             if (!data) throw std::bad_alloc();
             size = count;

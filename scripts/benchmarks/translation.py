@@ -267,8 +267,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--text", nargs=2, type=Path, required=True, metavar=("SOURCE", "REFERENCE"), help="one sentence a line")
     add("--sentences", type=at_least(1), default=1000, help="translate the first so many; default: 1000")
     add(
-        "--systems", nargs="+", choices=sorted(SYSTEMS), default=list(DEFAULT_SYSTEMS), metavar="SYSTEM",
-        help=f"of {', '.join(SYSTEMS)}; default: {', '.join(DEFAULT_SYSTEMS)}, without ct2 where it is not installed",
+        "--systems", nargs="+", choices=sorted(SYSTEMS), metavar="SYSTEM",
+        help=f"of {', '.join(SYSTEMS)}; default: {', '.join(DEFAULT_SYSTEMS)}, as far as the device has them and "
+        "ct2 is installed",
     )  # fmt: skip
     add(
         "--vocabularies", nargs="+", type=at_least(1), default=[None],
@@ -296,9 +297,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         cores = len(os.sched_getaffinity(0))
         if max(arguments.workers) > cores:
             parser.error(f"--workers is {max(arguments.workers)}, but this process may use {cores} cores")
-    if _version("ctranslate2") is None:
-        arguments.systems = [name for name in arguments.systems if not name.startswith("ct2")]
+    if arguments.systems is None:
+        arguments.systems = [name for name in DEFAULT_SYSTEMS if why_not(name, arguments.device) is None]
+    for name in arguments.systems:
+        if (reason := why_not(name, arguments.device)) is not None:
+            parser.error(f"--systems names {name}, but {reason}")
     return arguments
+
+
+def why_not(name: str, device: str) -> str | None:
+    """Why a system cannot be measured here; `None` if it can."""
+    if name.startswith("ct2") and _version("ctranslate2") is None:
+        return "ctranslate2 is not installed"
+    if name.startswith("ours-int8") and device != "cpu":
+        return f"it rounds weights for CPUs only, and --device is {device}"
+    return None
 
 
 def _version(package: str) -> str | None:

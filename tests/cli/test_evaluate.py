@@ -3,6 +3,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import MarianConfig, MarianMTModel
+
+from vanilla_transformer import (
+    Translator,
+    VanillaTransformerConfig,
+    VanillaTransformerForConditionalGeneration,
+    VanillaTransformerTokenizer,
+)
+from vanilla_transformer.cli.evaluate import _circumstances
 
 
 def test_evaluation_writes_what_it_prints(call, run_folder, corpus, tmp_path):
@@ -17,11 +27,27 @@ def test_evaluation_writes_what_it_prints(call, run_folder, corpus, tmp_path):
     again = json.loads(out)
     assert again.items() <= scores.items()
     about = {name: value for name, value in scores.items() if name not in again}
-    assert about.pop("seconds") > 0 and about.pop("threads") >= 1
+    assert about.pop("seconds") > 0 and about.pop("threads") == about.pop("workers") == torch.get_num_threads()
     assert about == {
         "model": str(run_folder), "test_set": "sentences", "num_beams": 2, "length_penalty": 0.6, "rules": "paper",
-        "device": "cpu",
+        "device": "cpu", "dtype": "float32", "quantization": None,
     }  # fmt: skip
+
+
+def test_what_was_searched_with_is_recorded():
+    sizes = {
+        "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+        "encoder_attention_heads": 1, "decoder_attention_heads": 1, "vocab_size": 261, "pad_token_id": 0,
+        "eos_token_id": 2, "decoder_start_token_id": 1,
+    }  # fmt: skip
+    tokenizer = VanillaTransformerTokenizer()
+    marian = MarianMTModel(MarianConfig(**sizes)).bfloat16().eval()
+    recorded = _circumstances(Translator(marian, tokenizer))
+    assert (recorded["rules"], recorded["dtype"], recorded["workers"]) == ("transformers", "bfloat16", 1)
+    ours = VanillaTransformerForConditionalGeneration(VanillaTransformerConfig(**sizes)).eval()
+    ours.generation_config.update(eos_token_id=2, pad_token_id=0, decoder_start_token_id=1)
+    recorded = _circumstances(Translator(ours, tokenizer, quantization="int8", workers=3))
+    assert (recorded["rules"], recorded["quantization"], recorded["workers"]) == ("paper", "int8", 3)
 
 
 @pytest.mark.parametrize("flag", ["--output", "--translations"])

@@ -270,6 +270,17 @@ def test_what_is_typed_is_answered_at_once(run_folder, monkeypatch, call):
     assert len(answers) == 2
 
 
+def test_a_line_that_is_refused_does_not_end_the_prompt(run_folder, monkeypatch, call):
+    stdin = io.TextIOWrapper(io.BytesIO(b"Yes.\nThis is too long.\nNo.\n"))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
+    flags = ["--long_texts", "refuse", "--max_source_tokens", "8", "--extra_length", "3"]
+    status, out, err = call("translate", "--model", run_folder, *flags)
+    assert status == 0
+    assert len(out.splitlines()) == 2
+    assert "Text 2 has" in err
+
+
 # Interruptions
 
 

@@ -122,6 +122,23 @@ def test_other_translations_are_not_timed(folder, monkeypatch):
         translation.main([str(folder), "--text", *TEXT, "--sentences", "4", "--systems", "ours-fp32", "marian-fp32"])
 
 
+def test_systems_are_those_that_the_device_has(folder, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(translation, "_version", lambda _: "4.8")
+    arguments = [str(folder), "--text", *TEXT]
+    assert translation.parse(arguments).systems == list(translation.DEFAULT_SYSTEMS)
+    on_gpu = translation.parse([*arguments, "--device", "cuda"]).systems
+    assert on_gpu == [name for name in translation.DEFAULT_SYSTEMS if name != "ours-int8"]
+    for name in ("ours-int8", "ours-int8-torch-hf"):
+        with pytest.raises(SystemExit):
+            translation.parse([*arguments, "--device", "cuda", "--systems", "ours-bf16", name])
+        assert f"--systems names {name}, but it rounds weights for CPUs only" in capsys.readouterr().err
+    monkeypatch.setattr(translation, "_version", lambda _: None)
+    assert not any(name.startswith("ct2") for name in translation.parse(arguments).systems)
+    with pytest.raises(SystemExit):
+        translation.parse([*arguments, "--systems", "ct2-int8"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -44,6 +44,7 @@ def test_numbers_below_the_smallest_are_refused(name, smallest):
         ({"rules": "marian"}, "--rules is marian; it must be one of paper, transformers."),
         ({"temperature": 0.0}, "--temperature is 0.0; it must be above 0."),
         ({"temperature": math.nan}, "--temperature is nan; it must be above 0."),
+        ({"seed": 1 << 63}, f"--seed is {1 << 63}; it must be below 2**63."),
         ({"top_p": 0.0}, "--top_p is 0.0; it must be above 0 and at most 1."),
         ({"top_p": 1.1}, "--top_p is 1.1; it must be above 0 and at most 1."),
         ({"sample": True}, "--sample was given with --num_beams 4; samples need --num_beams 1."),

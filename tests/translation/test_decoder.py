@@ -46,7 +46,7 @@ PRECISE = {
 ROUNDING = {
     "packed bfloat16": (lambda model: PackedDecoder(model, dtype=torch.bfloat16, packing="plain"), 0.03),
     "packed onednn": (lambda model: PackedDecoder(model, dtype=torch.bfloat16, packing="onednn"), 0.03),
-    "packed int8": (lambda model: PackedDecoder(model, packing="int8"), 0.1),
+    "packed int8": (lambda model: PackedDecoder(model, packing="int8"), 0.05),
     "native bfloat16": (lambda model: NativeDecoder(model, precision="bfloat16"), 0.02),
     "native int8": (lambda model: NativeDecoder(model, precision="int8"), 0.04),
 }
@@ -361,6 +361,24 @@ def test_packed_products_are_products(packing, tolerance, rows, bias, relu):
     assert product.min() >= 0.0 or not relu
 
 
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_row_of_a_rounded_product_does_not_depend_on_the_others(relu):
+    if not can_pack("int8"):
+        pytest.skip("torch cannot pack int8 here")
+    generator = torch.Generator().manual_seed(1)
+    product = pack(torch.randn(48, 40, generator=generator), torch.randn(48, generator=generator), "int8", relu=relu)
+    rows = torch.randn(33, 40, generator=generator) * torch.logspace(-3, 3, 33)[:, None]
+    alone = torch.cat([product(row[None]) for row in rows])
+    assert torch.equal(product(rows), alone)
+
+
+def test_both_decoders_round_to_8_bits_alike(scrambled):
+    model = scrambled()
+    native, packed = (make(ROUNDING[name][0], name, model) for name in ("native int8", "packed int8"))
+    for (mine, _), (theirs, exact) in zip(walk(model, native), walk(model, packed), strict=True):
+        assert (mine - theirs).square().mean() < (theirs - exact).square().mean()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process forks")
 def test_the_decoder_works_in_a_new_process(scrambled):
     model = scrambled()
@@ -380,3 +398,55 @@ def test_the_decoder_works_in_a_new_process(scrambled):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+NO_MEMORY = """
+import resource
+import numpy as np
+import torch
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.translation.native import NativeDecoder
+
+config = VanillaTransformerConfig(
+    vocab_size=99, d_model=64, encoder_layers=1, decoder_layers=4, encoder_attention_heads=1,
+    decoder_attention_heads=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
+)
+decoder = NativeDecoder(VanillaTransformerForConditionalGeneration(config).eval(), precision="float32")
+rows, ids = 20_000, torch.full((20_000, 1), 5)
+mask, tokens = torch.ones_like(ids), np.ones(rows, dtype=np.int64)
+state = decoder.start(ids, mask)
+decoder.step_best(state, tokens, 1, np.empty(0, dtype=np.int64))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+# Keys and values of all rows take 40 MB a position.
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
+for call in (
+    lambda: decoder.start(ids, mask),
+    lambda: [decoder.step_best(state, tokens, 1, np.empty(0, dtype=np.int64)) for _ in range(9)],
+):
+    try:
+        call()
+    except MemoryError as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(len(decoder.step_best(decoder.start(ids, mask), tokens, 1, np.empty(0, dtype=np.int64))[0]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and limits memory")
+def test_too_little_memory_is_an_error_that_can_be_caught(scrambled):
+    make(PRECISE["native"], "native", scrambled())
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *messages, rows = done.stdout.splitlines()
+    assert len(messages) == 2
+    assert all("no memory left to translate a batch" in message for message in messages)
+    assert rows == "20000"
+
+
+def test_too_many_rows_to_select_are_an_error_that_can_be_caught(scrambled):
+    decoder = make(PRECISE["native"], "native", scrambled())
+    state = decoder.start(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long))
+    rows = torch.zeros(1, dtype=torch.long)
+    assert native.load_library().select_rows(state.handle, None, 0, rows.data_ptr(), 1 << 50) == native._NO_MEMORY
+    decoder.select(state, None, rows)
+    assert len(decoder.step(state, torch.tensor([1]))) == 1

@@ -151,6 +151,11 @@ def test_the_translator_gives_the_same(model, tokenizer, sentences):
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
         ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "MaxTimeCriteria"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        (
+            {"decoder_input_ids": torch.ones(8, 2, dtype=torch.long), "decoder_attention_mask": torch.eye(8, 2)},
+            "a decoder_attention_mask with zeros",
+        ),
     ],
 )
 def test_what_the_search_does_not_do_is_refused(model, batch, options, name):

@@ -46,6 +46,9 @@ def test_the_text_of_a_line(layout, line, text):
             "file, line 4, has no text under 'source'; name its key with",
         ),
         (Layout(source="jsonl"), '{"source": 1}', "file, line 4, has no text under 'source';"),
+        (Layout(source="jsonl"), '{"source": "a \\ud800 man"}', r"file, line 4, holds the lone surrogate '\ud800';"),
+        (Layout(source="jsonl"), f'{{"source": {"1" * 5000}}}', "file, line 4, cannot be read as JSON ("),
+        (Layout(source="jsonl"), "[" * 100_000, "file, line 4, cannot be read as JSON ("),
     ],
 )
 def test_lines_of_another_layout_are_refused(layout, line, message):
@@ -62,6 +65,9 @@ def test_lines_of_another_layout_are_refused(layout, line, message):
         (Layout(target="tsv"), "one", "eins"),
         (Layout(source="tsv", target="tsv", column=2), "x\tone", "x\tone\teins"),
         (Layout(source="tsv", target="text", column=2), "x\tone", "eins"),
+        (Layout(source="tsv", target="tsv"), "", ""),
+        (Layout(source="tsv", target="tsv"), "\t", "\t\teins"),
+        (Layout(alternatives=True), " ", ""),
         (Layout(source="tsv", target="tsv", alternatives=True), "one", "one\teins\t-0.500000\tzw ei\t-1.250000"),
     ],
 )
@@ -80,6 +86,9 @@ def test_json_lines_keep_what_they_held():
     assert json.loads(found) == {**json.loads(line), "translation": "eins"}
     assert "\u00fcber" in found
     assert json.loads(Layout(target="jsonl").line_of("one", FOUND)) == {"source": "one", "translation": "eins"}
+    line = '{"source": "one", "\\udc80": "\\ud800 \\ud83d\\ude00"}'
+    found = Layout(source="jsonl", target="jsonl").line_of(line, FOUND).encode("utf-8")
+    assert json.loads(found) == {**json.loads(line), "translation": "eins"}
     found = json.loads(Layout(target="jsonl", alternatives=True).line_of("one", FOUND))
     assert found == {
         "source": "one",

@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from vanilla_transformer.translation import segmentation
 from vanilla_transformer.translation.segmentation import split_to_fit
 
 
@@ -41,3 +42,24 @@ def test_nothing_is_lost_whatever_the_text():
         parts = split(text, limit)
         assert all(0 < len(part) <= limit and part == part.strip() for part in parts)
         assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+def test_a_long_text_is_split_as_one_that_is_seen_whole(monkeypatch):
+    generator = random.Random(5)
+    texts = ["".join(generator.choices('aaaab.!? \u3002"', k=2000)) for _ in range(20)]
+    short = [split(text, limit) for text in texts for limit in (3, 50, 300)]
+    monkeypatch.setattr(segmentation, "_FIRST_SIZE", 10_000)
+    assert [split(text, limit) for text in texts for limit in (3, 50, 300)] == short
+
+
+@pytest.mark.parametrize("text", ["One two three. " * 4000, "a" * 60_000, "word " * 12_000])
+def test_the_work_grows_with_the_length_of_the_text(text):
+    seen = []
+
+    def fits(part: str) -> bool:
+        seen.append(len(part))
+        return len(part) <= 200
+
+    parts = split_to_fit(text, fits)
+    assert len(parts) > len(text) / 250
+    assert sum(seen) < 50 * len(text)

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import random
@@ -153,6 +154,52 @@ def test_two_processes_do_not_write_one_file(tmp_path, source, make_translator):
     run(make_translator(), source, target, resume=True)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there are no such locks")
+def test_a_second_process_leaves_the_record_of_the_first(tmp_path, source, make_translator):
+    import fcntl
+
+    target = tmp_path / "target"
+    partial, record = partial_files(target)
+    # The first process has begun, and written no line yet.
+    with pytest.raises(Interruption):
+        run(make_translator(0), source, target)
+    before = record.read_bytes()
+    with partial.open("ab") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="is being written by another process"):
+            run(make_translator(num_beams=2), source, target)
+    assert record.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such locks")
+def test_a_file_that_was_renamed_before_its_lock_is_not_written(tmp_path, source, make_translator, monkeypatch):
+    import fcntl
+
+    target = tmp_path / "target"
+    partial, _ = partial_files(target)
+    lock = fcntl.flock
+
+    def finished_first(file, flags):
+        partial.replace(target)
+        lock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", finished_first)
+    with pytest.raises(UserError, match="is being written by another process"):
+        run(make_translator(), source, target)
+    assert target.read_bytes() == b""
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, source, make_translator, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def unsupported(file, flags):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    run(make_translator(), source, tmp_path / "target")
+    assert (tmp_path / "target").exists()
+
+
 def test_one_line_of_output_for_each_line_of_input_in_every_layout(tmp_path, sentences, make_translator):
     records = [{"id": number, "source": text} for number, text in enumerate([*sentences[:5], "", "a\nb"])]
     source = tmp_path / "source.jsonl"
@@ -194,3 +241,31 @@ def test_only_line_feeds_end_lines(tmp_path):
     checked = InputFile.check(tmp_path / "source", Layout())
     assert list(checked.lines()) == ["a\u2028b", "", "\x0bc\x85"]
     assert checked.num_lines == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_pipe_is_no_input(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"pipe is not a regular file; give one, or pipe it"):
+        InputFile.check(tmp_path / "pipe", Layout())
+
+
+@pytest.mark.parametrize("change", [lambda text: "", lambda text: text[:40], lambda text: text.replace("e", "a")])
+def test_an_input_that_changes_meanwhile_gives_no_output(tmp_path, source, make_translator, change):
+    checked = InputFile.check(source, Layout())
+    source.write_text(change(source.read_text(encoding="utf-8")), encoding="utf-8")
+    target = tmp_path / "target"
+    with pytest.raises(UserError, match="source has changed while it was translated"):
+        translate_file(make_translator(), checked, target, Layout(), model="user/name")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["target", "target.txt", "target.json"])
+def test_an_output_in_the_models_folder_is_resumed(tmp_path, source, make_translator, name):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    checked = InputFile.check(source, Layout())
+    with pytest.raises(Interruption):
+        translate_file(make_translator(7), checked, tmp_path / name, Layout(), model=tmp_path)
+    (tmp_path / "target-before.txt").write_text("another output\n")
+    translate_file(make_translator(), checked, tmp_path / name, Layout(), model=tmp_path, resume=True)
+    assert (tmp_path / name).exists()

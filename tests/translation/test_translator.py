@@ -159,8 +159,9 @@ def test_samples_differ_by_place_and_not_by_window(model, tokenizer, shape):
         assert [[x.text for x in found] for found in translator.hypotheses(shape(texts))] == [
             [x.text for x in found] for found in expected
         ]
-    other = Translator(model, tokenizer, **{**options, "seed": 4}).hypotheses(texts)
-    assert [found[0].text for found in other] != [found[0].text for found in expected]
+    for seed in (4, (1 << 63) - 1):
+        other = Translator(model, tokenizer, **{**options, "seed": seed}).hypotheses(texts)
+        assert [found[0].text for found in other] != [found[0].text for found in expected]
 
 
 # Several translations, scores, prefixes
@@ -191,6 +192,19 @@ def test_translations_begin_with_their_prefix(model, tokenizer, shape):
         assert translator.translate(SENTENCES[0], prefixes="Zz").startswith("Zz")
     with pytest.raises(UserError, match=r"^There are 5 texts and 4 prefixes;"):
         translator.translate(SENTENCES[:5], prefixes=prefixes[:4])
+    with pytest.raises(UserError, match=r"^There are more prefixes than texts"):
+        list(translator.translate(iter(SENTENCES[:4]), prefixes=iter(prefixes)))
+    with pytest.raises(UserError, match=r"^There is one prefix and several texts"):
+        translator.translate(shape(SENTENCES[:2]), prefixes="xy")
+
+
+@pytest.mark.parametrize("shape", [list, iter])
+def test_texts_that_are_not_unicode_are_refused(model, tokenizer, echo, shape):
+    translator = Translator(model, tokenizer, window=2)
+    with pytest.raises(UserError, match=r"^Text 3, holds the lone surrogate '\\ud800';"):
+        list(translator.translate(shape(["a", "b", "a \ud800 man"])))
+    with pytest.raises(UserError, match=r"^Prefix 2, holds the lone surrogate '\\ud800';"):
+        translator.translate(["a", "b"], prefixes=["", "\ud800"])
 
 
 # Options
@@ -204,6 +218,12 @@ def test_batches_keep_the_budget_and_start_with_the_longest(model, tokenizer, ec
     assert len(shapes) < len(SENTENCES)
     widths = [width for _, width in shapes]
     assert widths == sorted(widths, reverse=True)
+
+
+def test_the_number_of_short_texts_in_a_batch_is_bounded(model, tokenizer, echo):
+    texts = [f"{number % 10}" for number in range(1500)]
+    assert Translator(model, tokenizer, workers=1).translate(texts) == texts
+    assert max(len(call["sources"]) for call in echo.calls) <= 4096 // 16
 
 
 def test_a_text_beyond_the_budget_makes_its_own_batch(model, tokenizer, echo):

@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,6 +35,27 @@ def test_a_failure_ends_the_work():
     with pytest.raises(ValueError, match="broken"):
         list(map_side_by_side(work, range(10_000), workers=2))
     assert len(done) < 10_000
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_torch_has_as_many_threads_afterwards_as_before(stop):
+    def threads_of_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        results = map_side_by_side(lambda item: item, range(20), workers=2)
+        if stop:
+            next(results)
+            results.close()
+        else:
+            assert list(results) == list(range(20))
+        assert torch.get_num_threads() == 3
+        assert threads_of_a_new_thread() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_item_needs_no_thread():

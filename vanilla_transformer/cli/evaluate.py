@@ -67,12 +67,18 @@ def _circumstances(translator: "Translator") -> dict[str, Any]:
     """How and where a translator works."""
     import torch
 
-    search, device = translator.options, translator.model.device
+    from vanilla_transformer import VanillaTransformerForConditionalGeneration
+
+    search, model, device = translator.options, translator.model, translator.model.device
     on_gpu = device.type == "cuda"
     return {
         "num_beams": search.num_beams,
         "length_penalty": search.length_penalty,
-        "rules": search.rules,
+        # Models of other classes translate with `generate`.
+        "rules": search.rules if isinstance(model, VanillaTransformerForConditionalGeneration) else "transformers",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": translator.quantization,
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "threads": None if on_gpu else torch.get_num_threads(),
+        "workers": translator.workers,
     }

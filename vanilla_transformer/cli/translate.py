@@ -28,7 +28,10 @@ class TranslateOptions(TranslatorOptions):
     texts: tuple[str, ...] = option((), "Texts to translate; without any, --input or standard input.", positional=True)
     input: Path | None = option(None, "File of texts, one a line.")
     output: Path | None = option(None, "File to write; default: standard output.")
-    resume: bool = option(False, "Go on with the translation of --input to --output where it was interrupted.")
+    resume: bool = option(
+        False,
+        "Go on with the translation of --input to --output where it was interrupted; a complete one is made anew.",
+    )
     format: LayoutName | None = option(
         None, "Lines of the input: text, tsv or jsonl; default: by the name of --input, else text."
     )
@@ -81,9 +84,9 @@ def run(options: TranslateOptions) -> int:
     else:
         lines = _standard_input(layout)
         if sys.stdin.isatty():
-            translator.window = 1
-            lines = _prompted(lines)
-        _write(_translated(translator, lines, layout), options.output)
+            _write(_answers(translator, _prompted(lines), layout), options.output)
+        else:
+            _write(_translated(translator, lines, layout), options.output)
     return 0
 
 
@@ -138,6 +141,18 @@ def _translated(
     translations = translator.hypotheses(texts(), show_progress=show_progress, with_scores=layout.alternatives)
     for found in translations:
         yield layout.line_of(waiting.popleft(), found)
+
+
+def _answers(translator: "Translator", lines: Iterable[str], layout: Layout) -> Iterator[str]:
+    """Lines of output for lines that are typed; what is refused is told, and the next line follows."""
+    for number, line in enumerate(lines):
+        try:
+            text = layout.text_of(line, f"Line {number + 1:,}")
+            (found,) = translator.translate_window([text], start=number, with_scores=layout.alternatives)
+        except UserError as error:
+            print(error, file=sys.stderr)
+        else:
+            yield layout.line_of(line, found)
 
 
 def _standard_input(layout: Layout) -> Iterator[str]:

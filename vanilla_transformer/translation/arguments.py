@@ -38,7 +38,8 @@ class SearchOptions:
         temperature: Divides logits before a token is drawn, above 0.
         top_k: Draws only among so many best tokens; 0 for all.
         top_p: Draws only among the best tokens that together have this probability, in (0, 1].
-        seed: Decides what is drawn, together with the place of the text, but not with its neighbours in a batch.
+        seed: Decides what is drawn, together with the place of the text, but not with its neighbours in a batch; at
+            least 0, below 2^63.
 
     Raises:
         UserError: A value is out of range, or values do not fit together.
@@ -63,6 +64,8 @@ class SearchOptions:
             check_at_least(name, getattr(self, name), smallest)
         for name in ("extra_length", "min_length", "top_k", "seed"):
             check_at_least(name, getattr(self, name), 0)
+        if self.seed >= 1 << 63:
+            raise UserError(f"--seed is {self.seed}; it must be below 2**63.")
         if not math.isfinite(self.length_penalty):
             raise UserError(f"--length_penalty is {self.length_penalty}; it must be a finite number.")
         if self.rules not in get_args(SearchRules):
@@ -108,6 +111,22 @@ def check_at_least(name: str, value: int | None, smallest: int) -> None:
     """
     if value is not None and value < smallest:
         raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
+
+
+def check_characters(text: str, place: str) -> None:
+    """Refuse a text that is not Unicode.
+
+    Args:
+        text: The text.
+        place: What it is or where it stands, for the error message.
+
+    Raises:
+        UserError: The text holds a half of a surrogate pair, which is no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}, holds the lone surrogate {text[error.start]!a}; correct it.") from error
 
 
 def check_search(search: dict[str, Any], *, tokens_per_batch: int, max_source_tokens: int | None = None) -> None:

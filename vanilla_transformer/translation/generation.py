@@ -50,7 +50,8 @@ def paper_beam_search(
     Beam size, number of returned sequences, suppressed tokens, smallest length and decoder inputs, which are a forced
     prefix, are those of the call or of the generation configuration. Translations end with the length of their own
     source + `extra_length`, or with `max_new_tokens` where that is given and comes first. `early_stopping` does not
-    count, nor does `max_length`, which `generate` sets to 21 where nobody else does.
+    count, nor does `max_length`, which `generate` sets to 21 where nobody else does, nor do `streamer` and
+    `assistant_model`, which `generate` keeps to itself.
 
     Args:
         model: The model that `generate` was called on.
@@ -74,7 +75,7 @@ def paper_beam_search(
         >>> from vanilla_transformer import paper_beam_search
         >>> ids = model.generate(**batch, custom_generate=paper_beam_search)  # doctest: +SKIP
     """
-    _check(model, logits_processor, stopping_criteria, generation_config)
+    _check(model, logits_processor, stopping_criteria, generation_config, model_kwargs.get("decoder_attention_mask"))
     if alpha is None:
         given = generation_config.length_penalty
         alpha = SearchOptions().length_penalty if given in (None, _DEFAULT_LENGTH_PENALTY) else given
@@ -119,6 +120,7 @@ def _check(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    decoder_attention_mask: torch.Tensor | None,
 ) -> None:
     if not isinstance(model, VanillaTransformerForConditionalGeneration):
         raise UserError(
@@ -126,9 +128,11 @@ def _check(
         )
     asked = {
         "do_sample": generation_config.do_sample,
+        "output_scores": generation_config.output_scores,
         "output_logits": generation_config.output_logits,
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
+        "a decoder_attention_mask with zeros": decoder_attention_mask is not None and not decoder_attention_mask.all(),
     }
     unknown = [name for name, is_asked in asked.items() if is_asked]
     unknown += [type(part).__name__ for part in logits_processor if not isinstance(part, _PROCESSORS)]

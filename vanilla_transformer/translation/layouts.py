@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from vanilla_transformer.errors import UserError
 
+from .arguments import check_characters
+
 
 if TYPE_CHECKING:
     from .translator import Translation
@@ -66,6 +68,7 @@ class Layout:
         text = self._object(line, place).get(self.key)
         if not isinstance(text, str):
             raise UserError(f"{place}, has no text under {self.key!r}; name its key with --key.")
+        check_characters(text, place)
         return " ".join(text.splitlines())
 
     def line_of(self, line: str, translations: Sequence["Translation"]) -> str:
@@ -76,10 +79,12 @@ class Layout:
             translations: Translations of its text, at least one, the best first.
 
         Returns:
-            The line without its end.
+            The line without its end; empty for an empty line, unless it is JSON.
         """
         if self.target == "jsonl":
             return self._json_line(line, translations)
+        if not (line if self.source == "tsv" else line.strip()):
+            return ""
         columns = [line] if self.source == self.target == "tsv" else []
         for translation in translations if self.alternatives else translations[:1]:
             # A tab would begin a column.
@@ -98,13 +103,17 @@ class Layout:
             ]
         else:
             record["translation"] = translations[0].text
-        return json.dumps(record, ensure_ascii=False)
+        # Halves of surrogate pairs, which JSON may hold and UTF-8 may not, stay escaped.
+        return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
 
     def _object(self, line: str, place: str) -> dict:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{place}, is not JSON ({error.msg}); correct it.") from error
+        # A number of too many digits, or too many brackets inside each other.
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}, cannot be read as JSON ({error}); correct it.") from error
         if not isinstance(record, dict):
             raise UserError(f"{place}, is not a JSON object; correct it.")
         return record

@@ -23,6 +23,8 @@ Precision = Literal["float32", "bfloat16", "int8"]
 
 _PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _SOURCES = tuple(Path(__file__).parent / name for name in ("native_decoder.cpp", "native_products.h", "../vectors.h"))
+# What calls return, beside 0.
+_UNKNOWN_TOKEN, _NO_MEMORY = 1, 2
 # Numbers that are worked on together.
 _WIDTH = 16
 
@@ -115,19 +117,21 @@ class NativeDecoder:
         np.cumsum(lengths, out=offsets[1:])
         ids = np.ascontiguousarray(input_ids.numpy()[attention_mask.numpy() != 0], dtype=np.int64)
         positions = self._positions[0].up_to(input_ids.shape[1])
-        handle = self._library.new_state(
-            self._model, ids.ctypes.data, offsets.ctypes.data, len(lengths), positions.data_ptr()
+        handle = ctypes.c_void_p()
+        outcome = self._library.new_state(
+            self._model, ids.ctypes.data, offsets.ctypes.data, len(lengths), positions.data_ptr(), ctypes.byref(handle)
         )
-        if not handle:
+        if outcome == _UNKNOWN_TOKEN:
             raise IndexError(f"A source token is not among the model's {self._source_vocab_size}.")
-        return NativeState(self, handle, len(lengths))
+        self._check(outcome)
+        return NativeState(self, handle.value, len(lengths))
 
     def step(self, state: NativeState, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to each row; see `IncrementalDecoder`."""
         logits = torch.empty(state.num_rows, self.vocab_size)
         tokens = tokens.contiguous()
-        done = self._library.step_logits(state.handle, tokens.data_ptr(), self._position(state), logits.data_ptr())
-        self._check(done)
+        outcome = self._library.step_logits(state.handle, tokens.data_ptr(), self._position(state), logits.data_ptr())
+        self._check(outcome)
         return logits
 
     def step_best(
@@ -137,25 +141,30 @@ class NativeDecoder:
         tokens = np.ascontiguousarray(tokens)
         values = np.empty((state.num_rows, count), dtype=np.float32)
         ids = np.empty((state.num_rows, count), dtype=np.int64)
-        done = self._library.step_best(
+        outcome = self._library.step_best(
             state.handle, tokens.ctypes.data, self._position(state), forbidden.ctypes.data, len(forbidden), count,
             with_log_probs, values.ctypes.data, ids.ctypes.data,
         )  # fmt: skip
-        self._check(done)
+        self._check(outcome)
         return ids, values if with_log_probs else None
 
     def select(self, state: NativeState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
         """Keep some sentences and continue some rows; see `IncrementalDecoder`."""
         rows = rows.contiguous()
         if sentences is None:
-            self._library.select_rows(state.handle, None, 0, rows.data_ptr(), len(rows))
+            outcome = self._library.select_rows(state.handle, None, 0, rows.data_ptr(), len(rows))
         else:
             sentences = sentences.contiguous()
-            self._library.select_rows(state.handle, sentences.data_ptr(), len(sentences), rows.data_ptr(), len(rows))
+            outcome = self._library.select_rows(
+                state.handle, sentences.data_ptr(), len(sentences), rows.data_ptr(), len(rows)
+            )
+        self._check(outcome)
         state.num_rows = len(rows)
 
-    def _check(self, done: int) -> None:
-        if not done:
+    def _check(self, outcome: int) -> None:
+        if outcome == _NO_MEMORY:
+            raise MemoryError("There is no memory left to translate a batch; use a smaller --tokens_per_batch.")
+        if outcome == _UNKNOWN_TOKEN:
             raise IndexError(f"A target token is not among the model's {self.vocab_size}.")
 
     def _position(self, state: NativeState) -> int:
@@ -235,11 +244,11 @@ def load_library() -> ctypes.CDLL:
         "supports_precision": (ctypes.c_int, [number]),
         "new_model": (pointer, [pointer, pointer, ctypes.c_float, pointer]),
         "delete_model": (None, [pointer]),
-        "new_state": (pointer, [pointer, pointer, pointer, number, pointer]),
+        "new_state": (ctypes.c_int, [*[pointer] * 3, number, pointer, pointer]),
         "delete_state": (None, [pointer]),
         "step_logits": (ctypes.c_int, [pointer] * 4),
         "step_best": (ctypes.c_int, [*[pointer] * 4, number, number, ctypes.c_int, pointer, pointer]),
-        "select_rows": (None, [pointer, pointer, number, pointer, number]),
+        "select_rows": (ctypes.c_int, [pointer, pointer, number, pointer, number]),
     }
     for name, (result, arguments) in types.items():
         getattr(library, name).restype = result

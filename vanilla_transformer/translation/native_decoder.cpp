@@ -3,6 +3,8 @@
 // Sentences lie behind each other without padding. Nothing is copied when a search reorders its hypotheses: each row
 // has a table of the rows that wrote its past positions.
 
+#include <memory>
+
 #include "native_products.h"
 
 namespace {
@@ -432,6 +434,20 @@ struct State {
     }
 };
 
+// What calls return; Python has the same numbers.
+enum Outcome { DONE, UNKNOWN_TOKEN, NO_MEMORY };
+
+// An exception must not leave a function that C calls.
+template <typename Work>
+int guarded(Work work) {
+    try {
+        work();
+        return DONE;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -451,44 +467,45 @@ Model* new_model(const int64_t* dimensions, const float* scales, float epsilon, 
 
 void delete_model(Model* model) { delete model; }
 
-// Null where an id is not in the vocabulary.
-
-State* new_state(const Model* model, const int64_t* ids, const int64_t* offsets, int64_t sentences,
-                 const float* positions) {
+int new_state(const Model* model, const int64_t* ids, const int64_t* offsets, int64_t sentences,
+              const float* positions, State** made) {
     for (int64_t i = 0; i < offsets[sentences]; i++)
-        if (ids[i] < 0 || ids[i] >= model->of.source_vocabulary) return nullptr;
-    MatrixUnit unit;
-    State* state = new State(*model, offsets, sentences);
-    if (model->of.precision == FLOAT32)
-        state->encode<float>(ids, positions);
-    else
-        state->encode<uint16_t>(ids, positions);
-    return state;
+        if (ids[i] < 0 || ids[i] >= model->of.source_vocabulary) return UNKNOWN_TOKEN;
+    return guarded([&] {
+        MatrixUnit unit;
+        auto state = std::make_unique<State>(*model, offsets, sentences);
+        if (model->of.precision == FLOAT32)
+            state->encode<float>(ids, positions);
+        else
+            state->encode<uint16_t>(ids, positions);
+        *made = state.release();
+    });
 }
 
 void delete_state(State* state) { delete state; }
 
-// False where an id is not in the vocabulary.
 int step_logits(State* state, const int64_t* tokens, const float* position, float* logits) {
-    if (!state->knows(tokens)) return false;
+    if (!state->knows(tokens)) return UNKNOWN_TOKEN;
     const Matrix& output = state->model.output;
-    state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
-        output.multiply(hidden, state->model.of.model, count, logits + first * output.outputs, output.outputs);
+    return guarded([&] {
+        state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
+            output.multiply(hidden, state->model.of.model, count, logits + first * output.outputs, output.outputs);
+        });
     });
-    return true;
 }
 
 int step_best(State* state, const int64_t* tokens, const float* position, const int64_t* banned, int64_t num_banned,
               int64_t best_count, int with_sums, float* values, int64_t* ids) {
-    if (!state->knows(tokens)) return false;
-    state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
-        state->score(hidden, count, banned, num_banned, best_count, with_sums, values + first * best_count,
-                     ids + first * best_count);
+    if (!state->knows(tokens)) return UNKNOWN_TOKEN;
+    return guarded([&] {
+        state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
+            state->score(hidden, count, banned, num_banned, best_count, with_sums, values + first * best_count,
+                         ids + first * best_count);
+        });
     });
-    return true;
 }
 
-void select_rows(State* state, const int64_t* sentences, int64_t num_sentences, const int64_t* rows, int64_t num_rows) {
-    state->select(sentences, num_sentences, rows, num_rows);
+int select_rows(State* state, const int64_t* sentences, int64_t num_sentences, const int64_t* rows, int64_t num_rows) {
+    return guarded([&] { state->select(sentences, num_sentences, rows, num_rows); });
 }
 }

@@ -1,6 +1,5 @@
 """Matrix products with weights that were packed once, by operators of torch that are not all public."""
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Literal
@@ -12,9 +11,6 @@ from torch import nn
 Product = Callable[[torch.Tensor], torch.Tensor]
 Packing = Literal["plain", "onednn", "int8"]
 
-# Rows from which oneDNN's product of 8-bit integers is faster than FBGEMM's.
-_ROWS_FOR_ONEDNN = 8
-
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, packing: Packing, *, relu: bool = False) -> Product:
     """Prepare a product with a matrix.
@@ -23,8 +19,8 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, packing: Packing, *, r
         weight: Matrix [out, in] in the dtype of what it is multiplied with.
         bias: Vector [out], or `None`.
         packing: `plain` is torch's own; `onednn` keeps bfloat16 weights in the order that the processor's matrix units
-            read, where torch would order them anew at each call; `int8` rounds them to 8 bits, each row on a scale of
-            its own, and what is multiplied with them at each call, on one scale.
+            read, where torch would order them anew at each call; `int8` rounds them, and at each call what is
+            multiplied with them, to 8 bits, each row of both on a scale of its own.
         relu: Whether negative results become 0.
 
     Returns:
@@ -75,28 +71,20 @@ def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None, relu: bool) ->
 
 
 def _pack_int8(weight: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> Product:
-    scales = weight.abs().amax(1).clamp(min=1e-8) / 127
-    rounded = (weight / scales[:, None]).round().to(torch.int8)
-    zeros = torch.zeros(len(weight), dtype=torch.long)
-    packed = {}
-    engine = torch.backends.quantized.engine
-    try:
-        with warnings.catch_warnings():
-            # torch advises against quantised tensors, and has no other way to these operators.
-            warnings.simplefilter("ignore")
-            quantized = torch._make_per_channel_quantized_tensor(rounded, scales.double(), zeros, 0)
-            for name in {"fbgemm", "onednn"} & {*torch.backends.quantized.supported_engines}:
-                torch.backends.quantized.engine = name
-                packed[name] = torch.ops.quantized.linear_prepack(quantized, bias)
-    finally:
-        torch.backends.quantized.engine = engine
-    if not packed:
-        raise RuntimeError("torch has no products of 8-bit integers here")
-    some = next(iter(packed.values()))
-    few, many = packed.get("fbgemm", some), packed.get("onednn", some)
-    linear = torch.ops.quantized.linear_relu_dynamic if relu else torch.ops.quantized.linear_dynamic
+    rounded, scales = _round_rows(weight)
+    columns, scales = rounded.T, scales.T
 
     def multiply(rows: torch.Tensor) -> torch.Tensor:
-        return linear(rows, few if len(rows) < _ROWS_FOR_ONEDNN else many, False)
+        rounded, their_scales = _round_rows(rows)
+        output = torch._int_mm(rounded, columns).float().mul_(their_scales).mul_(scales)
+        if bias is not None:
+            output += bias
+        return output.relu_() if relu else output
 
     return multiply
+
+
+def _round_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers of 8 bits and the scale of each row [rows, 1]."""
+    scales = matrix.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
+    return (matrix / scales).round_().to(torch.int8), scales

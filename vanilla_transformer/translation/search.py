@@ -140,7 +140,7 @@ def _forced_tokens(prefixes: Sequence[Sequence[int]] | None, caps: np.ndarray, o
         if len(prefix) > cap:
             raise UserError(
                 f"A forced prefix has {len(prefix)} tokens, and the translation at most {cap}; shorten the prefix or "
-                "raise --max_length."
+                "raise `extra_length` or `max_length`."
             )
         if banned := {*prefix} & {*options.banned_tokens}:
             raise UserError(f"A forced prefix holds the banned token {min(banned)}; allow it or change the prefix.")

@@ -10,6 +10,8 @@ _SENTENCE_ENDS = re.compile(
     "[.!?\u2026][\"'\u2019\u201c\u201d\u00bb)\\]]*\\s+|[\u3002\uff01\uff1f][\u300d\u300f\u201d]*\\s*"
 )
 _WORD_ENDS = re.compile(r"\s+")
+# Characters that are tried first.
+_FIRST_SIZE = 64
 
 
 def split_to_fit(text: str, fits: Callable[[str], bool]) -> list[str]:
@@ -24,12 +26,29 @@ def split_to_fit(text: str, fits: Callable[[str], bool]) -> list[str]:
         words of one sentence. A single character is a part even where it does not fit.
     """
     parts = []
-    rest = text.strip()
-    while rest:
-        end = len(rest) if fits(rest) else _longest_start(rest, fits)
-        parts.append(rest[:end].rstrip())
-        rest = rest[end:].lstrip()
+    text = text.strip()
+    start = 0
+    while start < len(text):
+        window = _window(text, start, fits)
+        is_rest = start + len(window) == len(text)
+        end = len(window) if is_rest and fits(window) else _longest_start(window, fits)
+        parts.append(window[:end].rstrip())
+        start += end
+        while start < len(text) and text[start].isspace():
+            start += 1
     return parts
+
+
+def _window(text: str, start: int, fits: Callable[[str], bool]) -> str:
+    """What follows in a text, at least as far as it fits.
+
+    It is not much longer: a long text must not be read anew for each part.
+    """
+    size = _FIRST_SIZE
+    while start + size < len(text) and fits(text[start : start + size]):
+        size *= 2
+    # A word that is cut may take more tokens than the whole word.
+    return text[start : start + 2 * size]
 
 
 def _longest_start(text: str, fits: Callable[[str], bool]) -> int:

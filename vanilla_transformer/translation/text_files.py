@@ -7,8 +7,8 @@ made with. The output itself appears when it is complete.
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,8 +24,12 @@ from .layouts import Layout
 if TYPE_CHECKING:
     from .translator import Translator
 
-# Files of a model's folder that decide its translations.
-_MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.spm", "*.txt")
+# Files of a model's folder that decide its translations, beside those of its tokenizer's vocabulary. Outputs may lie
+# there, too.
+_MODEL_FILES = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,16 @@ class InputFile:
             The file.
 
         Raises:
-            UserError: It is missing, empty or not UTF-8, or a line has not the layout.
+            UserError: It is missing, empty, not UTF-8 or a pipe, or a line has not the layout.
         """
         digest, num_lines = hashlib.sha256(), 0
         try:
+            mode = path.stat().st_mode
+            # A pipe can be read only once.
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise UserError(
+                    f"{path} is not a regular file; give one, or pipe it: ... | vanilla-transformer translate."
+                )
             with path.open("rb") as file:
                 for line in _tell_bad_bytes(file, path, digest):
                     num_lines += 1
@@ -69,10 +79,16 @@ class InputFile:
         return cls(path, num_lines, digest.hexdigest())
 
     def lines(self) -> Iterator[str]:
-        """The lines without their ends."""
+        """The lines without their ends.
+
+        Raises:
+            UserError: At the end, if the file has changed since it was checked.
+        """
+        digest = hashlib.sha256()
         with self.path.open("rb") as file:
-            for number, line in enumerate(file):
-                yield line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
+            yield from _tell_bad_bytes(file, self.path, digest)
+        if digest.hexdigest() != self.digest:
+            raise UserError(f"{self.path} has changed while it was translated; translate it again.")
 
 
 def _tell_bad_bytes(file: BinaryIO, path: Path, digest) -> Iterator[str]:
@@ -110,12 +126,12 @@ def translate_file(
         show_progress: Whether to draw a progress bar.
 
     Raises:
-        UserError: Something else was left than what is resumed, or something was left and is not resumed.
+        UserError: Something else was left than what is resumed, or something was left and is not resumed, or another
+            process writes this output, or the input has changed since it was checked.
     """
     # A link stays, and the file that it names is replaced.
     target = target.resolve()
     partial, record = partial_files(target)
-    check_partial(target, resume=resume)
     made_with = {
         "input": source.digest,
         "model": _identity_of_model(translator, model),
@@ -127,11 +143,14 @@ def translate_file(
         "quantization": translator.quantization,
     }
     made_with = json.loads(json.dumps(made_with))
-    if _holds_lines(partial):
-        _compare(partial, record, made_with)
-    else:
-        record.write_text(json.dumps(made_with, indent=2), encoding="utf-8")
-    with partial.open("a+b") as output, _alone(output, partial):
+    with partial.open("a+b") as output:
+        # Until then, both files may be another process's.
+        _lock(output, partial)
+        check_partial(target, resume=resume)
+        if _holds_lines(partial):
+            _compare(partial, record, made_with)
+        else:
+            _write_record(record, made_with)
         done = _complete_lines(output)
         lines = islice(source.lines(), done, None)
         with tqdm(
@@ -148,7 +167,7 @@ def translate_file(
                 output.flush()
                 os.fsync(output.fileno())
         partial.replace(target)
-        record.unlink()
+        record.unlink(missing_ok=True)
 
 
 def partial_files(target: Path) -> tuple[Path, Path]:
@@ -204,19 +223,33 @@ def _complete_lines(output: BinaryIO) -> int:
     return number
 
 
-@contextmanager
-def _alone(output: BinaryIO, path: Path) -> Iterator[None]:
-    """Keep other processes from the file, where the system has such locks."""
+def _write_record(record: Path, made_with: dict) -> None:
+    """Write a record whole or not at all."""
+    new = record.with_name(f"{record.name}.new")
+    with new.open("w", encoding="utf-8") as file:
+        json.dump(made_with, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(record)
+
+
+def _lock(output: BinaryIO, path: Path) -> None:
+    """Keep other processes from an open file until it is closed, where the system has such locks."""
     try:
         import fcntl
     except ImportError:
-        yield
         return
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise UserError(f"{path} is being written by another process; wait for it, or choose another file.") from error
-    yield
+        # The process that held the lock may have renamed the file meanwhile.
+        is_ours = path.exists() and os.path.samestat(os.fstat(output.fileno()), path.stat())
+    except BlockingIOError:
+        is_ours = False
+    except OSError:
+        # Some network file systems have no locks.
+        return
+    if not is_ours:
+        raise UserError(f"{path} is being written by another process; wait for it, or choose another file.")
 
 
 def _identity_of_model(translator: "Translator", model: str | Path) -> str:
@@ -224,10 +257,9 @@ def _identity_of_model(translator: "Translator", model: str | Path) -> str:
     if not folder.is_dir():
         return f"{model}@{getattr(translator.model.config, '_commit_hash', None)}"
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _MODEL_FILES for path in folder.glob(pattern)}):
-        # A run's folder also holds records that do not matter here.
-        if path.is_file() and path.name != "run.json":
-            digest.update(f"{path.name} {path.stat().st_size} ".encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+    patterns = {*_MODEL_FILES, *translator.tokenizer.vocab_files_names.values()}
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -26,7 +26,7 @@ from transformers import (
 from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.errors import UserError
 
-from .arguments import LongTexts, Quantization, check_at_least, check_model_id, check_search
+from .arguments import LongTexts, Quantization, check_at_least, check_characters, check_model_id, check_search
 from .backends import SearchBackend, make_backend, options_for
 from .hypotheses import Hypothesis
 from .segmentation import split_to_fit
@@ -35,6 +35,8 @@ from .workers import map_side_by_side
 
 # What transformers writes for a tokenizer without a largest length is far above this.
 _NO_LENGTH = 1 << 30
+# Shorter sources count as many tokens in a batch.
+_LEAST_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class Translator:
     Args:
         model: A translation model; used as it is, on its device and in its dtype.
         tokenizer: Its tokenizer.
-        tokens_per_batch: Largest padded number of source tokens of a batch, beams not counted.
+        tokens_per_batch: Largest padded number of source tokens of a batch, beams not counted; sources below 16 tokens
+            count as 16.
         window: Number of texts of an iterator that are read, sorted and batched together.
         max_source_tokens: The longest text that is translated whole, in tokens with `</s>`; `None` is the largest
             length that the tokenizer (`model_max_length`) or learned positions know.
@@ -178,7 +181,7 @@ class Translator:
             order of the texts, and each is one line.
 
         Raises:
-            UserError: A text has more tokens than are translated.
+            UserError: A text has more tokens than are translated, or is not Unicode.
         """
         return self._by_shape(texts, lambda found: found[0].text, with_scores=False, **options)
 
@@ -218,6 +221,8 @@ class Translator:
             prefixes = None if prefixes is None else [prefixes]
             options = {"with_scores": with_scores, "prefixes": prefixes, "show_progress": show_progress}
             return self._by_shape([texts], result, **options)[0]
+        if isinstance(prefixes, str):
+            raise UserError("There is one prefix and several texts; give each text one.")
         bar = partial(tqdm, desc="Translating", unit="text", disable=not show_progress)
         if isinstance(texts, Sequence):
             prefixes = None if prefixes is None else list(prefixes)
@@ -240,6 +245,8 @@ class Translator:
             for start in count(0, self.window):
                 block = list(islice(texts, self.window))
                 if not block:
+                    if prefixes is not None and next(prefixes, None) is not None:
+                        raise UserError("There are more prefixes than texts; give each text one.")
                     return
                 found = self.translate_window(
                     block,
@@ -276,6 +283,10 @@ class Translator:
         """
         if prefixes is not None and len(prefixes) != len(texts):
             raise UserError(f"There are {len(texts):,} texts and {len(prefixes):,} prefixes; give each text one.")
+        for number, text in enumerate(texts, start=start + 1):
+            check_characters(text, f"Text {number:,}")
+        for number, prefix in enumerate(prefixes or (), start=start + 1):
+            check_characters(prefix, f"Prefix {number:,}")
         parts = self._parts([text.strip() for text in texts], start)
         owners = [index for index, own in enumerate(parts) for _ in own]
         found: list[list[Hypothesis]] = [[] for _ in owners]
@@ -341,9 +352,11 @@ class Translator:
         lengths = np.fromiter((len(row) for row in sources), dtype=np.int64, count=len(sources))
         # Few texts are spread over all workers.
         budget = min(self.tokens_per_batch, -(-int(lengths.sum()) // self.workers))
-        budget = max(budget, int(lengths.max()))
+        # Each row takes memory beyond that of its source.
+        counted = np.maximum(lengths, _LEAST_LENGTH)
+        budget = max(budget, int(counted.max()))
         # Longest first: if memory is short, it is at once.
-        return TokenBatches(lengths, lengths, tokens_per_batch=budget, shuffle=False).batches(0)[::-1]
+        return TokenBatches(lengths, counted, tokens_per_batch=budget, shuffle=False).batches(0)[::-1]
 
     def _decode(self, found: list[list[Hypothesis]]) -> list[list[Translation]]:
         tokens = [hypothesis.tokens for hypotheses in found for hypothesis in hypotheses]

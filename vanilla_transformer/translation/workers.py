@@ -29,8 +29,13 @@ def map_side_by_side(function: Callable[[Item], Result], items: Sequence[Item], 
     if workers == 1 or len(items) < 2:
         yield from map(function, items)
         return
-    with (
-        ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
-        closing(pool.map(function, items)) as results,
-    ):
-        yield from results
+    threads = torch.get_num_threads()
+    try:
+        with (
+            ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+            closing(pool.map(function, items)) as results,
+        ):
+            yield from results
+    finally:
+        # What one thread sets holds for the process, and for threads that begin later.
+        torch.set_num_threads(threads)
