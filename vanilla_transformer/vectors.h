@@ -83,6 +83,21 @@ static inline Floats exponential(Floats x) {
     return x < -87.0f ? Floats{} : result;
 }
 
+// Of `padded` scores, a multiple of WIDTH; -inf has no weight.
+static inline void softmax(float* scores, int64_t padded) {
+    Floats best = load(scores);
+    for (int64_t i = WIDTH; i < padded; i += WIDTH) best = max(best, load(scores + i));
+    float bound = largest(best);
+    Floats total = {};
+    for (int64_t i = 0; i < padded; i += WIDTH) {
+        Floats weight = exponential(load(scores + i) - bound);
+        store(scores + i, weight);
+        total += weight;
+    }
+    float share = 1 / sum(total);
+    for (int64_t i = 0; i < padded; i += WIDTH) store(scores + i, load(scores + i) * share);
+}
+
 // Memory that is aligned to cache lines, and is not initialised.
 template <typename T>
 struct Buffer {

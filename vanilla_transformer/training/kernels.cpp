@@ -114,7 +114,7 @@ struct Sizes {
     int64_t padded() const { return (keys + WIDTH - 1) / WIDTH * WIDTH; }
 };
 
-void softmax(const Sizes& sizes, float* scores, const uint16_t* mask) {
+void masked_softmax(const Sizes& sizes, float* scores, const uint16_t* mask) {
     int64_t padded = sizes.padded();
     for (int64_t i = 0; i < padded; i += WIDTH) {
         __mmask16 there = sizes.keys - i < WIDTH ? (1 << (sizes.keys - i)) - 1 : 0xffff;
@@ -124,20 +124,10 @@ void softmax(const Sizes& sizes, float* scores, const uint16_t* mask) {
         added = (Floats)_mm512_mask_blend_ps(there, _mm512_set1_ps(-INFINITY), (__m512)added);
         store(scores + i, load(scores + i) + added);
     }
-    Floats best = load(scores);
-    for (int64_t i = WIDTH; i < padded; i += WIDTH) best = max(best, load(scores + i));
-    float bound = largest(best);
-    Floats total = {};
-    for (int64_t i = 0; i < padded; i += WIDTH) {
-        Floats weight = exponential(load(scores + i) - bound);
-        store(scores + i, weight);
-        total += weight;
-    }
-    float share = 1 / sum(total);
-    for (int64_t i = 0; i < padded; i += WIDTH) store(scores + i, load(scores + i) * share);
+    softmax(scores, padded);
 }
 
-// Adds up numbers of PART rows; what it is given for a row, a vector of each column, goes to two sums.
+// Calls `row(part, i)` for each row of a range of parts.
 template <typename Row>
 void each_part(int64_t first, int64_t last, int64_t rows, Row row) {
     for (int64_t part = first; part < last; part++)
@@ -163,7 +153,7 @@ void attend(const Sizes* sizes, float scaling, const uint16_t* queries, const ui
         widen_transposed(keys + sentence * S * key_row + head * K, S, K, key_row, padded, key);
         multiply(T, padded, K, query, K, 1, key, scaling, scores, padded);
         for (int64_t t = 0; t < T; t++) {
-            softmax(*sizes, scores + t * padded, mask ? mask + sentence * mask_sentence + t * mask_row : nullptr);
+            masked_softmax(*sizes, scores + t * padded, mask ? mask + sentence * mask_sentence + t * mask_row : nullptr);
             for (int64_t j = 0; j < padded; j += WIDTH)
                 store(weights + (i * T + t) * padded + j, load(scores + t * padded + j));
         }

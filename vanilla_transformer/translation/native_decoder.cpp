@@ -61,17 +61,7 @@ void attend(const Widths& widths, const float* query, int64_t count, At at, floa
     for (int64_t head = 0; head < widths.heads; head++) {
         float* mine = scores + head * padded;
         for (int64_t i = count; i < padded; i++) mine[i] = -INFINITY;
-        Floats best = load(mine);
-        for (int64_t i = WIDTH; i < padded; i += WIDTH) best = max(best, load(mine + i));
-        float bound = largest(best);
-        Floats total = {};
-        for (int64_t i = 0; i < padded; i += WIDTH) {
-            Floats weight = exponential(load(mine + i) - bound);
-            store(mine + i, weight);
-            total += weight;
-        }
-        float share = 1 / sum(total);
-        for (int64_t i = 0; i < padded; i += WIDTH) store(mine + i, load(mine + i) * share);
+        softmax(mine, padded);
     }
     std::fill_n(out, widths.values(), 0.0f);
     for (int64_t position = 0; position < count; position++) {
