@@ -27,7 +27,7 @@ from measuring import current_memory, peak_memory, synchronize
 from torch.nn import functional as F
 
 from vanilla_transformer.training.loss import smoothed_cross_entropy
-from vanilla_transformer.training.memory import FreedMemory
+from vanilla_transformer.training.memory import keep_freed_memory
 
 
 LABEL_SMOOTHING = 0.1
@@ -156,7 +156,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.device == "cpu":
         # As the training engine does.
-        FreedMemory()
+        keep_freed_memory()
     record = {
         "options": {name: value for name, value in vars(arguments).items() if name != "output"},
         "torch": torch.__version__,

@@ -15,7 +15,7 @@ from variants import LABEL_SMOOTHING, VARIANTS, Task, own_accelerate
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.memory import FreedMemory
+from vanilla_transformer.training.memory import keep_freed_memory
 from vanilla_transformer.training.preparation import prepare
 
 
@@ -95,7 +95,7 @@ class Bench:
         self.device = torch.device(setting.device)
         if shared and setting.device == "cpu":
             # The engine sets this for its process, for good: the others have it from their first round on, too.
-            FreedMemory()
+            keep_freed_memory()
         self.task = Task(options, prepare(options, setting.cache_dir), self.device)
 
     def measure(self, name: str, *, seed: int, warmup: int, seconds: float, updates: int) -> dict:

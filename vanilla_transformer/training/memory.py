@@ -21,11 +21,7 @@ class FreedMemory:
 
     def __init__(self) -> None:
         self._needed: int | None = None
-        libc = _glibc()
-        if libc is not None:
-            trim_threshold, mmap_threshold = -1, -3
-            libc.mallopt(mmap_threshold, 1 << 25)
-            libc.mallopt(trim_threshold, 1 << 30)
+        keep_freed_memory()
 
     def update_done(self) -> None:
         """Give memory back if it has grown by half since the first update after it was last given back."""
@@ -37,6 +33,15 @@ class FreedMemory:
         elif resident > _GROWTH * self._needed:
             return_freed_memory()
             self._needed = None
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed, from now on, for what is asked of it next."""
+    libc = _glibc()
+    if libc is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 1 << 25)
+        libc.mallopt(trim_threshold, 1 << 30)
 
 
 def return_freed_memory() -> None:
