@@ -1,6 +1,7 @@
 """`prepare`: train the vocabulary and encode the text of a training run, without training."""
 
-from vanilla_transformer.training.configuration import TrainingOptions, check_writable
+from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.output_folder import check_writable
 from vanilla_transformer.training.texts import check_texts
 
 

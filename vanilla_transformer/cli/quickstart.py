@@ -4,7 +4,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vanilla_transformer.training.configuration import TrainingOptions, check_output_dir, option
+from vanilla_transformer.training.configuration import TrainingOptions, option
+from vanilla_transformer.training.output_folder import check_output_dir
 
 from .options import read_recipe
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import check_writable, option
+from vanilla_transformer.training.configuration import option
+from vanilla_transformer.training.output_folder import check_writable
 
 
 @dataclass(kw_only=True)

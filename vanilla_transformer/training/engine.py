@@ -33,7 +33,7 @@ from .checkpoints import (
     update_of,
     write_checkpoint,
 )
-from .configuration import TrainingOptions, check_output_dir
+from .configuration import TrainingOptions
 from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
 from .ema import EMA_WEIGHTS, MovingAverage
 from .failures import naming_disk
@@ -44,6 +44,7 @@ from .journal import Journal, Window, validation_line
 from .leases import hand_out
 from .loss import SmoothedTranslationLoss
 from .memory import FreedMemory
+from .output_folder import check_output_dir
 from .preparation import PreparedData, prepare
 from .process import OUT_OF_TIME, accelerating, catch_signals
 from .reading_order import make_plan
