@@ -98,6 +98,36 @@ static inline void softmax(float* scores, int64_t padded) {
     for (int64_t i = 0; i < padded; i += WIDTH) store(scores + i, load(scores + i) * share);
 }
 
+#ifdef __AVX512F__
+// 16 rows of 16 numbers to 16 columns.
+static inline void transpose_tile(__m512* rows) {
+    __m512 pairs[16];
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    // Column 4 lane + c of rows 4 i to 4 i + 3, for each of the four lanes, is in rows[4 i + c].
+    for (int i = 0; i < 16; i += 4)
+        for (int half = 0; half < 2; half++) {
+            __m512d low = (__m512d)pairs[i + half], high = (__m512d)pairs[i + half + 2];
+            rows[i + 2 * half] = (__m512)_mm512_unpacklo_pd(low, high);
+            rows[i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(low, high);
+        }
+    for (int c = 0; c < 4; c++) {
+        pairs[c] = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0x88);
+        pairs[4 + c] = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0xdd);
+        pairs[8 + c] = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0x88);
+        pairs[12 + c] = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0xdd);
+    }
+    for (int c = 0; c < 4; c++) {
+        rows[c] = _mm512_shuffle_f32x4(pairs[c], pairs[8 + c], 0x88);
+        rows[8 + c] = _mm512_shuffle_f32x4(pairs[c], pairs[8 + c], 0xdd);
+        rows[4 + c] = _mm512_shuffle_f32x4(pairs[4 + c], pairs[12 + c], 0x88);
+        rows[12 + c] = _mm512_shuffle_f32x4(pairs[4 + c], pairs[12 + c], 0xdd);
+    }
+}
+#endif
+
 // Memory that is aligned to cache lines, and is not initialised.
 template <typename T>
 struct Buffer {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.training import fusion, kernels
+from vanilla_transformer.training import fusion, kernels, products
 from vanilla_transformer.training.cpu_dropout import use_sixteen_bit_dropout
 from vanilla_transformer.training.fusion import fuse_operations
 
@@ -89,15 +89,19 @@ def errors_of_plain(kind: str, sixteen_bits: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("means", ["kernels", "operator", "public operations"])
+@pytest.mark.parametrize("means", ["products", "kernels", "operator", "public operations"])
 @pytest.mark.parametrize("sixteen_bits", [True, False])
 def test_under_autocast_results_are_as_near_to_single_precision_as_the_plain_network_is(
     kind, means, sixteen_bits, monkeypatch
 ):
-    if means != "kernels":
-        monkeypatch.setattr(kernels, "why_no_kernels", lambda: "they are not wanted")
-    elif (reason := kernels.why_no_kernels()) is not None:
-        pytest.skip(reason)
+    for module, why_not, users in (
+        (products, "why_no_products", ["products"]),
+        (kernels, "why_no_kernels", ["products", "kernels"]),
+    ):
+        if means not in users:
+            monkeypatch.setattr(module, why_not, lambda: "they are not wanted")
+        elif (reason := getattr(module, why_not)()) is not None:
+            pytest.skip(reason)
     if means == "public operations":
         monkeypatch.setattr(fusion, "_has_linear_pointwise", lambda _: False)
     _, fused = models(sixteen_bits=sixteen_bits, **KINDS[kind])
@@ -145,6 +149,22 @@ def test_fewer_products_are_computed():
             results(model, torch.bfloat16)
         counts.append(sum(event.name in products for event in profile.events()))
     assert counts[1] < 0.85 * counts[0]
+
+
+def test_the_log_says_what_computes(monkeypatch):
+    model, _ = models()
+    device = torch.device("cpu")
+    assert fusion.operations_of(model, "no", device) == "plain operations"
+    assert fusion.operations_of(model, "bf16", torch.device("cuda")) == "plain operations"
+    assert fusion.operations_of(model, "fp16", device) == "fused operations"
+    monkeypatch.setattr(products, "why_no_products", lambda: "they are slow")
+    monkeypatch.setattr(kernels, "why_no_kernels", lambda: None)
+    said = fusion.operations_of(model, "bf16", device)
+    assert said == "fused operations in C++ and torch's matrix products, because they are slow"
+    monkeypatch.setattr(products, "why_no_products", lambda: None)
+    assert fusion.operations_of(model, "bf16", device) == "fused operations and matrix products in C++"
+    monkeypatch.setattr(kernels, "why_no_kernels", lambda: "they are wrong")
+    assert fusion.operations_of(model, "bf16", device) == "fused operations without C++, because they are wrong"
 
 
 def test_the_parameters_and_what_is_saved_stay(tmp_path):

@@ -1,13 +1,16 @@
 """Fewer and faster operations for the same results, where a model is trained on a CPU in half precision.
 
 The network's own file stays plain; this replaces the layers' `forward` of a model in memory, whose parameters and
-their names stay what they were. Four facts about CPUs are behind it. Passing over activations costs as much as the
-products: what can be done inside a product, or in place, is. A product whose left matrix is transposed runs at half
-the rate of one whose left matrix lies row by row: the narrower matrix of a weight gradient is transposed by a copy
-before. A product of longer rows than `_DEPTH` is the faster as a sum of products whose matrices fit into a core's
-cache. Products of several heads need each head's numbers side by side: they are moved once, not at each operation.
+their names stay what they were. Passing over activations costs as much as the products: what can be done inside a
+product, or in place, is. Where the processor has AMX, products are those of `products.py`.
+
+Elsewhere three facts about torch's products on CPUs count. A product whose left matrix is transposed runs at half the
+rate of one whose left matrix lies row by row: the narrower matrix of a weight gradient is transposed by a copy before.
+A product of longer rows than `_DEPTH` is the faster as a sum of products whose matrices fit into a core's cache.
+Products of several heads need each head's numbers side by side: they are moved once, not at each operation.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from types import MethodType
 
@@ -23,8 +26,9 @@ from vanilla_transformer.modeling_vanilla_transformer import (
     VanillaTransformerLayer,
 )
 
-from . import kernels
+from . import kernels, products
 from .cpu_dropout import SixteenBitDropout, draw_kept
+from .products import RightFactor
 
 
 # Rows that are transposed at a time: their cache lines are all there when the last number of a line is needed.
@@ -64,8 +68,11 @@ def operations_of(model: VanillaTransformerForConditionalGeneration, precision: 
         return "plain operations"
     if precision != "bf16":
         return "fused operations"
-    reason = kernels.why_no_kernels()
-    return "fused operations in C++" if reason is None else f"fused operations without C++, because {reason}"
+    if (reason := kernels.why_no_kernels()) is not None:
+        return f"fused operations without C++, because {reason}"
+    if (reason := products.why_no_products()) is not None:
+        return f"fused operations in C++ and torch's matrix products, because {reason}"
+    return "fused operations and matrix products in C++"
 
 
 def _encoder_layer(self, hidden_states, attention_mask=None, **kwargs):
@@ -175,53 +182,49 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, num_weights, *parameters):
-        dtype = torch.get_autocast_dtype("cpu")
         weights, biases = parameters[:num_weights], parameters[num_weights:]
-        rows = hidden_states.to(dtype).flatten(0, -2)
-        weight = torch.cat([weight.to(dtype) for weight in weights])
-        bias = torch.cat([bias.to(dtype) for bias in biases]) if biases else None
-        ctx.save_for_backward(rows, weight)
+        rows = hidden_states.to(torch.get_autocast_dtype("cpu")).flatten(0, -2)
+        matrices = _factors(rows, weights)
+        ctx.save_for_backward(rows, *matrices)
         ctx.heights, ctx.has_bias, ctx.dtype = [len(weight) for weight in weights], bool(biases), hidden_states.dtype
-        output = nn.functional.linear(rows, weight, bias)
+        output = _linear(rows, matrices, torch.cat(biases) if biases else None)
         ctx.set_materialize_grads(False)
-        return output.view(*hidden_states.shape[:-1], len(weight)), hidden_states
+        return output.view(*hidden_states.shape[:-1], -1), hidden_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_residual):
-        rows, weight = ctx.saved_tensors
+        rows, *matrices = ctx.saved_tensors
         shape = (*grad.shape[:-1], rows.shape[-1])
         grad = grad.flatten(0, -2)
         grads = _product_over_rows(grad, rows).split(ctx.heights)
         if ctx.has_bias:
             grads += grad.sum(0, dtype=torch.float32).split(ctx.heights)
-        return _add_product(grad_residual, grad, weight).view(shape).to(ctx.dtype), None, *grads
+        return _add_product(grad_residual, grad, matrices).view(shape).to(ctx.dtype), None, *grads
 
 
 class _FeedForward(torch.autograd.Function):
     """max(0, x W_1 + b_1) W_2 + b_2 (§3.3, Eq. 2)."""
 
     @staticmethod
-    def forward(ctx, hidden_states, *parameters):
-        dtype = torch.get_autocast_dtype("cpu")
-        rows = hidden_states.to(dtype).flatten(0, -2)
-        weight1, bias1, weight2, bias2 = (parameter.to(dtype) for parameter in parameters)
-        inner = _linear_relu(rows, weight1, bias1)
-        ctx.save_for_backward(rows, inner, weight1, weight2)
+    def forward(ctx, hidden_states, weight1, bias1, weight2, bias2):
+        rows = hidden_states.to(torch.get_autocast_dtype("cpu")).flatten(0, -2)
+        (matrix1,), (matrix2,) = _factors(rows, [weight1]), _factors(rows, [weight2])
+        inner = _linear(rows, [matrix1], bias1, relu=True)
+        ctx.save_for_backward(rows, inner, matrix1, matrix2)
         ctx.dtype = hidden_states.dtype
         ctx.set_materialize_grads(False)
-        output = _add_product(bias2.expand(len(rows), -1).contiguous(), inner, weight2.T)
-        return output.view(hidden_states.shape), hidden_states
+        return _linear(inner, [matrix2], bias2).view(hidden_states.shape), hidden_states
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_residual):
-        rows, inner, weight1, weight2 = ctx.saved_tensors
+        rows, inner, matrix1, matrix2 = ctx.saved_tensors
         shape = grad.shape
         grad = grad.flatten(0, -2)
         grad_weight2 = _product_over_rows(grad, inner)
         grad_bias2 = grad.sum(0, dtype=torch.float32)
-        grad_inner = grad @ weight2
+        grad_inner = _add_product(None, grad, [matrix2])
         if kernels.can_relu(inner):
             grad_bias1 = kernels.relu_backward_(grad_inner, inner)
             grad_weight1 = _product_over_rows(grad_inner, rows)
@@ -231,7 +234,7 @@ class _FeedForward(torch.autograd.Function):
             factors = torch.cat([_transpose(rows), rows.new_ones(1, len(rows))])
             product = factors @ grad_inner
             grad_weight1, grad_bias1 = product[:-1].T.contiguous().float(), product[-1].float()
-        grad_rows = _add_product(grad_residual, grad_inner, weight1).view(shape).to(ctx.dtype)
+        grad_rows = _add_product(grad_residual, grad_inner, [matrix1]).view(shape).to(ctx.dtype)
         return grad_rows, grad_weight1, grad_bias1, grad_weight2, grad_bias2
 
 
@@ -307,13 +310,39 @@ class _AddAndNorm(torch.autograd.Function):
         return grad_output, grad_total, grad_weight, grad_bias, None, None
 
 
-def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Compute left right + total in the place of `total`, which nothing else has."""
+def _factors(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Matrices that give the same as weights when they are stacked, in float32 for products in C++ alone."""
+    if products.can_multiply(rows.dtype, weights):
+        return weights
+    return [torch.cat([weight.to(rows.dtype) for weight in weights])]
+
+
+def _linear(
+    rows: torch.Tensor, matrices: Sequence[torch.Tensor], bias: torch.Tensor | None, relu: bool = False
+) -> torch.Tensor:
+    """Compute x W^T + b with stacked matrices, or what is positive of it."""
+    if products.can_multiply(rows.dtype, matrices):
+        return products.multiply(rows, RightFactor.stack(matrices, transposed=True), bias=bias, relu=relu)
+    (matrix,) = matrices
+    bias = None if bias is None else bias.to(rows.dtype)
+    if relu:
+        return _linear_relu(rows, matrix, bias)
+    if matrix.shape[1] > _DEPTH and bias is not None:
+        return _add_product(bias.expand(len(rows), -1).contiguous(), rows, [matrix.T])
+    return nn.functional.linear(rows, matrix, bias)
+
+
+def _add_product(total: torch.Tensor | None, left: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute left right + total with stacked matrices, in the place of `total`, which nothing else has."""
+    if total is not None:
+        total = total.flatten(0, -2)
+    if products.can_multiply(left.dtype, matrices):
+        return products.multiply(left, RightFactor.stack(matrices, transposed=False), add_to=total)
+    (right,) = matrices
     parts = [slice(start, start + _DEPTH) for start in range(0, len(right), _DEPTH)]
     if total is None:
         total = left[:, parts[0]] @ right[parts[0]]
         parts = parts[1:]
-    total = total.flatten(0, -2)
     for part in parts:
         total.addmm_(left[:, part], right[part])
     return total
@@ -336,7 +365,9 @@ def _heads_last_(columns: torch.Tensor, heads: torch.Tensor, num_heads: int) -> 
 
 
 def _product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Compute left^T right, for matrices [N, A] and [N, B], in float32 after the product."""
+    """Compute left^T right, for matrices [N, A] and [N, B], in float32 after the product or, in C++, within it."""
+    if left.dtype == torch.bfloat16 and products.why_no_products() is None:
+        return products.product_over_rows(left, right)
     if left.shape[1] == right.shape[1]:
         # The copy costs what the product gains.
         return (left.T @ right).float()

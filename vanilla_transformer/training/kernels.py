@@ -5,9 +5,6 @@ dropout. Their results do not depend on the number of threads.
 """
 
 import ctypes
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from vanilla_transformer.native_code import compile_library
 
 from .cpu_dropout import draw_words
+from .threads import run
 
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "../vectors.h"))
@@ -97,7 +95,7 @@ class ShortAttention(torch.autograd.Function):
         padded = -(-num_keys // _WIDTH) * _WIDTH
         weights = torch.empty(batch_size, num_heads, num_queries, padded, dtype=joined.dtype)
         output = torch.empty(batch_size, num_queries, num_heads * d_v, dtype=joined.dtype)
-        _run(
+        run(
             _library().attend, batch_size * num_heads, ctypes.addressof(sizes), scaling, joined.data_ptr(),
             _address(keys_values, start), _address(keys_values, start + width),
             None if mask is None else mask.data_ptr(), weights.data_ptr(), output.data_ptr(),
@@ -117,7 +115,7 @@ class ShortAttention(torch.autograd.Function):
         keys_values = joined if memory is None else memory
         grad_keys_values = grad_joined if memory is None else grad_memory
         keys, values = ctx.start, ctx.start + ctx.width
-        _run(
+        run(
             _library().attend_backward, weights.shape[0] * weights.shape[1], ctypes.addressof(ctx.sizes), ctx.scaling,
             joined.data_ptr(), _address(keys_values, keys), _address(keys_values, values), weights.data_ptr(),
             grad.data_ptr(), grad_joined.data_ptr(), _address(grad_keys_values, keys),
@@ -144,7 +142,7 @@ class AddAndNorm(torch.autograd.Function):
         normed = torch.empty_like(total)
         mean, factor = torch.empty(num_rows), torch.empty(num_rows)
         ctx.scale = 2**16 / (2**16 - num_dropped)
-        _run(
+        run(
             _library().add_and_norm, _num_parts(num_rows), num_rows, width, ctx.scale, num_dropped, eps,
             total.data_ptr(), residual.data_ptr(), _pointer(words), _pointer(kept), weight.data_ptr(),
             bias.data_ptr(), normed.data_ptr(), mean.data_ptr(), factor.data_ptr(),
@@ -161,7 +159,7 @@ class AddAndNorm(torch.autograd.Function):
         num_rows = len(mean)
         grad_output, grad_total = torch.empty_like(total), torch.empty_like(total)
         sums = torch.zeros(_num_parts(num_rows), 2, width)
-        _run(
+        run(
             _library().add_and_norm_backward, len(sums), num_rows, width, ctx.scale, grad.data_ptr(),
             total.data_ptr(), _pointer(kept), weight.data_ptr(), mean.data_ptr(), factor.data_ptr(),
             grad_output.data_ptr(), grad_total.data_ptr(), sums.data_ptr(),
@@ -182,9 +180,7 @@ def relu_backward_(grad: torch.Tensor, activations: torch.Tensor) -> torch.Tenso
     """
     num_rows, width = grad.shape
     sums = torch.zeros(_num_parts(num_rows), width)
-    _run(
-        _library().relu_backward, len(sums), num_rows, width, activations.data_ptr(), grad.data_ptr(), sums.data_ptr()
-    )
+    run(_library().relu_backward, len(sums), num_rows, width, activations.data_ptr(), grad.data_ptr(), sums.data_ptr())
     return _add_parts(sums)
 
 
@@ -205,25 +201,6 @@ def _address(tensor: torch.Tensor, offset: int) -> int:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _run(function: Callable[..., None], count: int, *arguments) -> None:
-    """Call a function with ranges that make up `count`, in as many threads as torch uses."""
-    num_threads = max(min(torch.get_num_threads(), count), 1)
-    bounds = [count * i // num_threads for i in range(num_threads + 1)]
-    others = [_pool().submit(function, *arguments, *bounds[i : i + 2]) for i in range(1, num_threads)]
-    function(*arguments, *bounds[:2])
-    for other in others:
-        other.result()
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
-
-
-# The child of a fork has none of the threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @cache

@@ -8,9 +8,13 @@ from torch.autograd.function import once_differentiable
 
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
+from .products import RightFactor, can_multiply, multiply, product_over_rows
+
 
 # Bounds the memory: 32 MiB of logits in bfloat16, 64 in float32.
 LOGITS_PER_SLICE = 2**24
+# Numbers in bfloat16 of a cache line.
+_LINE = 32
 
 
 class SmoothedTranslationLoss(nn.Module):
@@ -122,24 +126,22 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden_states, weight, bias, labels, label_smoothing, tokens_per_slice, dtype):
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        num_tokens, num_entries = len(labels), weight.shape[0]
-        factors, projection = hidden_states.to(dtype), weight.to(dtype)
+        num_tokens = len(labels)
+        factors = hidden_states.to(dtype)
+        kind = _Tiles if can_multiply(dtype, [weight]) else _Torch
+        products = kind(weight, dtype, wide if needs_gradient else None)
         mean_weight = weight.mean(dim=0, dtype=wide)
         # One buffer for all slices: memory fresh from the system costs more time than a pass over it.
-        buffer = factors.new_empty(min(tokens_per_slice, num_tokens), num_entries)
+        buffer = products.new_logits(min(tokens_per_slice, num_tokens))
         nll = hidden_states.new_zeros((), dtype=wide)
         sum_of_normalisers = hidden_states.new_zeros((), dtype=wide)
         if needs_gradient:
             grad_hidden = torch.empty_like(hidden_states, dtype=wide)
-            # Transposed, because the product of two row-major matrices is the faster one.
-            grad_weight = weight.new_zeros(weight.shape[::-1], dtype=wide)
         with torch.autocast(hidden_states.device.type, enabled=False):
             for start in range(0, num_tokens, tokens_per_slice):
                 part = slice(start, start + tokens_per_slice)
                 hidden, label = factors[part], labels[part, None]
-                logits = torch.mm(hidden, projection.T, out=buffer[: len(hidden)])
-                if bias is not None:
-                    logits += bias
+                logits = products.logits(hidden, bias, buffer[: len(hidden)])
                 label_logits = logits.gather(-1, label).to(wide)
                 probabilities = torch.softmax(logits, dim=-1, out=logits)
                 of_labels = probabilities.gather(-1, label).to(wide)
@@ -147,19 +149,14 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 # A probability too small for its type has no logarithm worth the name.
                 vanished = of_labels[:, 0] < torch.finfo(dtype).tiny
                 if vanished.any():
-                    again = (hidden[vanished] @ projection.T).to(wide)
-                    if bias is not None:
-                        again += bias
+                    again = products.logits(hidden[vanished], bias, products.new_logits(int(vanished.sum()))).to(wide)
                     normalisers[vanished] = again.logsumexp(dim=-1, keepdim=True)
                 nll += (normalisers - label_logits).sum()
                 sum_of_normalisers += normalisers.sum()
                 if needs_gradient:
                     wanted = (1.0 - label_smoothing) * weight[labels[part]] + label_smoothing * mean_weight
-                    grad_hidden[part] = probabilities @ projection - wanted
-                    if dtype == wide:
-                        grad_weight.addmm_(hidden.T, probabilities)
-                    else:
-                        grad_weight += hidden.T.contiguous() @ probabilities
+                    grad_hidden[part] = products.means(probabilities) - wanted
+                    products.add_to_gradient(hidden, probabilities)
             sum_of_hidden = hidden_states.sum(dim=0, dtype=wide)
             # The cross-entropy with the uniform distribution: the normalisers less the mean logits.
             uniform = sum_of_normalisers - sum_of_hidden @ mean_weight
@@ -167,7 +164,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 uniform -= num_tokens * bias.to(wide).mean()
             loss = (1.0 - label_smoothing) * nll + label_smoothing * uniform
         if needs_gradient:
-            ctx.save_for_backward(hidden_states, labels, sum_of_hidden, grad_hidden, grad_weight)
+            ctx.save_for_backward(hidden_states, labels, sum_of_hidden, grad_hidden, products.gradient())
         ctx.label_smoothing, ctx.weight_dtype = label_smoothing, weight.dtype
         ctx.mark_non_differentiable(nll)
         return loss, nll
@@ -177,8 +174,80 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         hidden_states, labels, sum_of_hidden, grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * grad_loss).to(hidden_states.dtype)
-        grad_weight = grad_weight.T.contiguous()
+        grad_weight = grad_weight.contiguous()
         grad_weight.index_add_(0, labels, hidden_states.to(grad_weight.dtype), alpha=ctx.label_smoothing - 1.0)
         grad_weight -= ctx.label_smoothing / len(grad_weight) * sum_of_hidden
         grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
+
+
+class _Torch:
+    """The products of logits and of their gradients.
+
+    Args:
+        weight: Output projection [W, D].
+        dtype: Type of the products.
+        grad_dtype: Type of the projection's gradient; `None` if it is not wanted.
+    """
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, grad_dtype: torch.dtype | None):
+        self._projection = weight.to(dtype)
+        if grad_dtype is not None:
+            # Transposed, because the product of two row-major matrices is the faster one.
+            self._gradient = weight.new_zeros(weight.shape[::-1], dtype=grad_dtype)
+
+    def new_logits(self, num_tokens: int) -> torch.Tensor:
+        """Room for logits [N, W], with columns of nothing where they help."""
+        return self._projection.new_empty(num_tokens, len(self._projection))
+
+    def logits(self, hidden: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """Logits of tokens, written to `out`; columns of nothing are -inf."""
+        torch.mm(hidden, self._projection.T, out=out)
+        return out if bias is None else out.add_(bias)
+
+    def means(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """The projection's rows, weighted by probabilities [N, D]."""
+        return probabilities @ self._projection
+
+    def add_to_gradient(self, hidden: torch.Tensor, probabilities: torch.Tensor) -> None:
+        """Add what tokens contribute to the projection's gradient."""
+        if hidden.dtype == self._gradient.dtype:
+            self._gradient.addmm_(hidden.T, probabilities)
+        else:
+            self._gradient += hidden.T.contiguous() @ probabilities
+
+    def gradient(self) -> torch.Tensor:
+        """The sum of what was added [W, D]."""
+        return self._gradient.T
+
+
+class _Tiles:
+    """The same in C++, where the projection is laid out once for all slices."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, grad_dtype: torch.dtype | None):
+        self._to_logits = RightFactor.stack([weight], transposed=True)
+        if grad_dtype is not None:
+            self._to_means = RightFactor.stack([weight], transposed=False)
+            self._gradient = torch.zeros_like(weight, dtype=grad_dtype)
+
+    def new_logits(self, num_tokens: int) -> torch.Tensor:
+        """Room for logits [N, W], each row of which begins with a cache line."""
+        width = -(-self._to_logits.columns // _LINE) * _LINE
+        return torch.empty(num_tokens, width, dtype=torch.bfloat16)
+
+    def logits(self, hidden: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        """Logits of tokens, written to `out`; columns of nothing are -inf."""
+        out[:, self._to_logits.columns :] = -torch.inf
+        return multiply(hidden, self._to_logits, bias=None if bias is None else bias.flatten(), out=out)
+
+    def means(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """The projection's rows, weighted by probabilities [N, D]."""
+        return multiply(probabilities[:, : self._to_means.depth], self._to_means)
+
+    def add_to_gradient(self, hidden: torch.Tensor, probabilities: torch.Tensor) -> None:
+        """Add what tokens contribute to the projection's gradient."""
+        product_over_rows(probabilities[:, : len(self._gradient)], hidden, add_to=self._gradient)
+
+    def gradient(self) -> torch.Tensor:
+        """The sum of what was added [W, D]."""
+        return self._gradient
