@@ -2,8 +2,8 @@
 
 All variants train the same dimensions on the same text with the same vocabulary. They take turns, several rounds in
 random order, in one process (or, with --separate, in one process each), pinned to as many cores as they have threads.
-Rates count source and target tokens without padding. On CPUs ratios of CPU time are the ones to trust: they do not
-depend on what else the machine does.
+Large tensors lie in huge pages for all, as `train` has them. Rates count source and target tokens without padding. On
+CPUs ratios of CPU time are the ones to trust: they do not depend on what else the machine does.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from variants import VARIANTS
 from worker import Setting, Worker
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.training.memory import prefer_huge_pages
 from vanilla_transformer.training.texts import check_texts
 
 
@@ -210,6 +211,7 @@ def processor() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, and write the JSON record."""
     arguments = parse(argv)
+    prefer_huge_pages()
     with tempfile.TemporaryDirectory() as folder:
         cache_dir = arguments.cache_dir or Path(folder)
         cache_dir.mkdir(parents=True, exist_ok=True)

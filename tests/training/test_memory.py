@@ -1,6 +1,9 @@
 """Tests of what becomes of freed memory."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +84,28 @@ def test_without_glibc_nothing_is_asked_of_it(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     FreedMemory().update_done()
     memory.return_freed_memory()
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="huge pages are not for those who ask"
+)
+@pytest.mark.parametrize("environment", [{}, {"THP_MEM_ALLOC_ENABLE": "0"}])
+def test_large_tensors_lie_in_huge_pages_unless_the_environment_says_otherwise(environment):
+    program = (
+        "import torch\n"
+        "from vanilla_transformer.training.memory import prefer_huge_pages\n"
+        "prefer_huge_pages()\n"
+        "tensor = torch.ones(2**24)\n"
+        "lines = open('/proc/self/smaps_rollup').read().splitlines()\n"
+        "print(next(line.split()[1] for line in lines if line.startswith('AnonHugePages')))"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=inherited | environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    tensor = 2**26
+    assert (int(result.stdout) * 1024 > tensor / 2) == (not environment)

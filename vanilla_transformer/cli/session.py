@@ -1,8 +1,11 @@
-"""What a verb does before it works with models: registration, and quiet libraries."""
+"""What a verb does before it works with models: registration, huge pages, and quiet libraries."""
+
+from vanilla_transformer.training.memory import prefer_huge_pages
 
 
 def start() -> None:
-    """Register the package's classes and silence the libraries' own progress bars and notes."""
+    """Register the package's classes, prefer huge pages, and silence the libraries' own progress bars and notes."""
+    prefer_huge_pages()
     from datasets.utils.logging import disable_progress_bar
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
