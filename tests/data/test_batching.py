@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from vanilla_transformer.data.batching import TokenBatches, Update
+from vanilla_transformer.data.batching import RandomBatches, TokenBatches, Update
 from vanilla_transformer.errors import UserError
 
 
@@ -222,3 +222,51 @@ def test_every_batch_but_the_last_nearly_fills_its_budget():
     widths = np.maximum(plan.source_lengths, plan.target_lengths)
     sizes = np.array([len(batch) * widths[batch].max() for batch in plan.batches(0)])
     assert np.mean(sizes) > 0.9 * 4096
+
+
+def random_batches(seed: int = 0, tokens_per_batch: int = 4096) -> RandomBatches:
+    return RandomBatches(*realistic_lengths(8000), tokens_per_batch=tokens_per_batch, seed=seed)
+
+
+def test_random_batches_have_every_pair_once_and_as_many_tokens_as_the_budget_allows():
+    plan = random_batches()
+    batches = list(plan.batches(3))
+    assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(8000))
+    longest = max(plan.source_lengths.max(), plan.target_lengths.max())
+    fuller = [max(plan.source_lengths[batch].sum(), plan.target_lengths[batch].sum()) for batch in batches]
+    assert max(fuller) <= plan.tokens_per_batch
+    # The one that comes last when pairs are cut may be any.
+    assert sorted(fuller)[1] > plan.tokens_per_batch - longest
+
+
+def test_random_batches_have_the_lengths_of_the_text_and_others_do_not():
+    plan = random_batches()
+    alike = TokenBatches(plan.source_lengths, plan.target_lengths, tokens_per_batch=plan.tokens_per_batch)
+    spreads = [
+        np.mean([plan.target_lengths[batch].std() for batch in kind.batches(0)]) / plan.target_lengths.std()
+        for kind in (plan, alike)
+    ]
+    assert spreads[0] > 0.9 and spreads[1] < 0.1
+
+
+def test_random_batches_are_a_function_of_seed_and_epoch():
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        return [batch.tolist() for batch in random_batches(seed).batches(epoch)]
+
+    assert order(1, 2) == order(1, 2)
+    assert order(1, 2) != order(1, 3) and order(1, 2) != order(2, 2)
+
+
+def test_the_parts_of_a_random_batch_are_padded_little_and_hold_it_once():
+    plan = random_batches()
+    batches = list(plan.batches(0))
+    whole, in_parts = 0, 0
+    for batch in batches:
+        parts = plan.parts(batch)
+        assert np.array_equal(np.sort(np.concatenate(parts)), np.sort(batch))
+        real, padded = plan.tokens(batch)
+        assert real == plan.source_lengths[batch].sum() + plan.target_lengths[batch].sum()
+        in_parts += padded - real
+        whole += len(batch) * int(plan.source_lengths[batch].max() + plan.target_lengths[batch].max()) - real
+    assert in_parts < whole / 4
+    assert plan.fill_rate(batches) == pytest.approx(plain_fill_rate(plan, [p for b in batches for p in plan.parts(b)]))

@@ -8,7 +8,7 @@ from vanilla_transformer import (
     VanillaTransformerForConditionalGeneration,
     VanillaTransformerTokenizer,
 )
-from vanilla_transformer.data.collation import collate, pad
+from vanilla_transformer.data.collation import collate, pack, pad
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +93,20 @@ def test_padding_leaves_the_rows_that_it_was_given_alone():
     padded.fill_(0)
     mask.fill_(0)
     assert [row.tolist() for row in rows] == [[1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("source_lengths", "target_lengths"), [([1], [1]), ([7], [3]), ([3, 9, 1], [5, 2, 8]), ([1, 1, 40], [30, 1, 1])]
+)
+def test_packed_tensors_are_the_padded_ones_without_padding(source_lengths, target_lengths):
+    generator = np.random.default_rng(len(source_lengths))
+    sources, targets = random_rows(generator, source_lengths), random_rows(generator, target_lengths)
+    packed = pack(sources, targets, decoder_start_token_id=3)
+    padded = collate(sources, targets, pad_token_id=0, decoder_start_token_id=3)
+    assert all(tensor.dtype == torch.int64 for tensor in packed.values())
+    assert packed["source_starts"].diff().tolist() == source_lengths and packed["source_starts"][0] == 0
+    assert packed["target_starts"].diff().tolist() == target_lengths and packed["target_starts"][0] == 0
+    real = padded["labels"] != -100
+    assert torch.equal(packed["input_ids"][0], padded["input_ids"][padded["attention_mask"] == 1])
+    assert torch.equal(packed["labels"][0], padded["labels"][real])
+    assert torch.equal(packed["decoder_input_ids"][0], padded["decoder_input_ids"][real])

@@ -79,7 +79,7 @@ def test_attention(name, masking):
     if masking == "positions":
         mask = mask + torch.full_like(mask, torch.finfo(torch.bfloat16).min).triu(1)
     mask = {"none": None, "sentences": mask[:, :, :1], "positions": mask, "shared": mask[:1]}[masking]
-    assert kernels.can_attend(operands.joined, operands.memory, operands.num_heads, operands.d_k)
+    assert kernels.can_attend(operands.joined.dtype, operands.joined.shape[1], operands.d_k, 16)
     exact = attend(fusion._Attention, operands, mask, torch.float64)
     narrow = attend(fusion._Attention, operands, mask, torch.bfloat16)
     found = attend(kernels.ShortAttention, operands, mask, torch.bfloat16)
@@ -155,9 +155,10 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads):
 
 
 def test_what_the_functions_do_not_know_is_left_to_torch():
-    operands = attention_operands("short")
-    assert not kernels.can_attend(operands.joined.half(), None, operands.num_heads, operands.d_k)
-    assert not kernels.can_attend(operands.joined, None, operands.num_heads, 8)
+    assert kernels.can_attend(torch.bfloat16, 7, 16, 32)
+    assert not kernels.can_attend(torch.float16, 7, 16, 32)
+    assert not kernels.can_attend(torch.bfloat16, 7, 8, 32) and not kernels.can_attend(torch.bfloat16, 7, 16, 8)
+    assert not kernels.can_attend(torch.bfloat16, kernels.LONGEST + 1, 16, 32)
     numbers, weight = torch.zeros(4, 32, dtype=torch.bfloat16), torch.ones(32)
     assert kernels.can_add_and_norm(numbers, numbers, weight)
     assert not kernels.can_add_and_norm(numbers, numbers.float(), weight)
@@ -173,7 +174,7 @@ def test_without_a_compiler_torch_computes(monkeypatch, tmp_path):
         function.cache_clear()
     try:
         assert kernels.why_no_kernels() == "there is no C++ compiler (g++ or clang++)"
-        assert not kernels.can_attend(operands.joined, None, operands.num_heads, operands.d_k)
+        assert not kernels.can_attend(torch.bfloat16, 7, 16, 32)
         assert not kernels.can_relu(operands.joined)
     finally:
         for function in (kernels.why_no_kernels, kernels._library):

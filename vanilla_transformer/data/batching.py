@@ -139,14 +139,23 @@ class TokenBatches:
         """The optimiser steps of an epoch."""
         return Updates(self.batches(epoch), self.batches_per_update, self.target_lengths)
 
+    def parts(self, batch: np.ndarray) -> list[np.ndarray]:
+        """What of a batch is padded together."""
+        return [batch]
+
+    def tokens(self, batch: np.ndarray) -> tuple[int, int]:
+        """Number of tokens of a batch, both sides together: without padding, and with it."""
+        real = padded = 0
+        for part in self.parts(batch):
+            for lengths in (self.source_lengths[part], self.target_lengths[part]):
+                real += int(lengths.sum())
+                padded += int(lengths.max()) * len(part)
+        return real, padded
+
     def fill_rate(self, batches: Iterable[np.ndarray]) -> float:
         """Share of the tokens of these batches that are not padding, both sides together, 0 to 1."""
-        real = padded = 0
-        for batch in batches:
-            for lengths in (self.source_lengths, self.target_lengths):
-                real += int(lengths[batch].sum())
-                padded += int(lengths[batch].max()) * len(batch)
-        return real / padded
+        real, padded = np.sum([self.tokens(batch) for batch in batches], axis=0)
+        return float(real / padded)
 
     def _sort(self, pairs: np.ndarray) -> None:
         """Sort pairs by target and source length in place; pairs of equal lengths keep their order."""
@@ -183,3 +192,36 @@ class TokenBatches:
 
     def _widths(self, pairs: np.ndarray) -> np.ndarray:
         return np.maximum(self.source_lengths[pairs], self.target_lengths[pairs]).astype(np.int64)
+
+
+class RandomBatches(TokenBatches):
+    """Batches of random pairs, which have so many tokens each without padding.
+
+    Every batch has the lengths of the whole text. The gradient of a batch of like lengths is that of such sentences:
+    where an update has one or a few of them, training needs half as many updates again.
+    """
+
+    def parts(self, batch: np.ndarray) -> list[np.ndarray]:
+        """Pairs of like lengths, a fifth of the batch together."""
+        lengths = self.source_lengths[batch], self.target_lengths[batch]
+        budget = max(self.tokens_per_batch // 5, int(max(lengths[0].max(), lengths[1].max())))
+        return [batch[part] for part in TokenBatches(*lengths, tokens_per_batch=budget, shuffle=False).batches(0)]
+
+    def _sort(self, pairs: np.ndarray) -> None:
+        """Leave pairs in their random order."""
+
+    def _cut(self, pairs: np.ndarray) -> np.ndarray:
+        """Cut pairs into the longest runs that the budget allows on both sides, as above."""
+        done = [lengths[pairs].cumsum(dtype=np.int64) for lengths in (self.source_lengths, self.target_lengths)]
+        offsets, start = array("q", [0]), 0
+        while start < len(pairs):
+            before = [sums[start - 1] if start > 0 else 0 for sums in done]
+            start = min(
+                int(np.searchsorted(sums, first + self.tokens_per_batch, side="right"))
+                for sums, first in zip(done, before, strict=True)
+            )
+            offsets.append(start)
+        return np.frombuffer(offsets, dtype=np.int64)
+
+
+BATCHINGS = {"lengths": TokenBatches, "random": RandomBatches}

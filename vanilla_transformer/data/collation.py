@@ -1,4 +1,4 @@
-"""Padding: id arrays of unequal length to the tensors that the model takes."""
+"""Padding and packing: id arrays of unequal length to the tensors that training takes."""
 
 from collections.abc import Sequence
 
@@ -34,6 +34,38 @@ def collate(
         "decoder_input_ids": started[:, :-1].contiguous(),
         "labels": labels,
     }
+
+
+def pack(
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], *, decoder_start_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Put the sentences of a batch one behind the other, without padding, and shift the targets.
+
+    Args:
+        sources: B arrays of source ids, each ending with `</s>`.
+        targets: B arrays of target ids, each ending with `</s>`.
+        decoder_start_token_id: Id that decoder inputs begin with.
+
+    Returns:
+        `input_ids` [1, S], `decoder_input_ids` and `labels` [1, T], and the number of each sentence's first token and
+        of all tokens: `source_starts` and `target_starts` [B + 1].
+    """
+    labels = np.concatenate(targets).astype(np.int64)
+    target_starts = _starts(targets)
+    started = np.roll(labels, 1)
+    started[target_starts[:-1]] = decoder_start_token_id
+    arrays = {
+        "input_ids": np.concatenate(sources).astype(np.int64)[None],
+        "source_starts": _starts(sources),
+        "decoder_input_ids": started[None],
+        "target_starts": target_starts,
+        "labels": labels[None],
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _starts(rows: Sequence[np.ndarray]) -> np.ndarray:
+    return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
 
 
 def pad(rows: Sequence[np.ndarray], value: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from .batching import TokenBatches, Update, Updates
+from .batching import BATCHINGS, TokenBatches, Update, Updates
 from .bpe_dropout import DropoutCorpus
 from .encoding import EncodedCorpus
 
@@ -17,6 +17,7 @@ class EpochPlan:
         tokens_per_batch: Largest padded number of tokens on either side of a batch.
         batches_per_update: Number of batches in one optimiser step.
         seed: Seed of the shuffling.
+        batching: Which pairs a batch has, by the name in `BATCHINGS`.
         guard: Makes a context for the beginning of an epoch, which all processes reach; the first of them to enter may
             have to write the epoch's ids.
     """
@@ -28,10 +29,12 @@ class EpochPlan:
         tokens_per_batch: int,
         batches_per_update: int,
         seed: int,
+        batching: str = "lengths",
         guard: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.corpus = corpus
         self._budget = {"tokens_per_batch": tokens_per_batch, "batches_per_update": batches_per_update, "seed": seed}
+        self._make_batches = BATCHINGS[batching]
         self._guard = guard
         self._epoch = 0
         self._done_before = 0
@@ -103,5 +106,5 @@ class EpochPlan:
         with self._guard():
             self.corpus.begin_epoch(epoch)
         # The lengths may be others than in the epoch before.
-        self._batches = TokenBatches(self.corpus.source_lengths, self.corpus.target_lengths, **self._budget)
+        self._batches = self._make_batches(self.corpus.source_lengths, self.corpus.target_lengths, **self._budget)
         self._epoch, self._done_before, self._updates = epoch, done_before, self._batches.updates(epoch)

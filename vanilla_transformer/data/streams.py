@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from vanilla_transformer.errors import UserError
 
-from .batching import Batches, TokenBatches, Update, Updates
+from .batching import BATCHINGS, Batches, TokenBatches, Update, Updates
 from .corpora import Rejections
 from .encoding import PairEncoder, fingerprint_of_text
 from .records import DataSet
@@ -144,12 +144,22 @@ class StreamPlan:
         tokens_per_batch: Largest padded number of tokens on either side of a batch.
         batches_per_update: Number of batches in one optimiser step.
         seed: Seed of the shuffling.
+        batching: Which pairs a batch has, by the name in `BATCHINGS`.
     """
 
     updates_per_epoch = None
 
-    def __init__(self, corpus: StreamCorpus, *, tokens_per_batch: int, batches_per_update: int, seed: int):
+    def __init__(
+        self,
+        corpus: StreamCorpus,
+        *,
+        tokens_per_batch: int,
+        batches_per_update: int,
+        seed: int,
+        batching: str = "lengths",
+    ):
         self.corpus = corpus
+        self._make_batches = BATCHINGS[batching]
         self._budget = {"tokens_per_batch": tokens_per_batch, "batches_per_update": batches_per_update, "seed": seed}
         self._window = 0
         self._done_before = 0
@@ -214,7 +224,7 @@ class StreamPlan:
             self._begin()
 
     def _begin(self) -> None:
-        self._plan = TokenBatches(self.corpus.source_lengths, self.corpus.target_lengths, **self._budget)
+        self._plan = self._make_batches(self.corpus.source_lengths, self.corpus.target_lengths, **self._budget)
         self._window_batches = self._plan.batches(self._window)
         per_update = self._budget["batches_per_update"]
         whole = len(self._window_batches) // per_update

@@ -122,7 +122,14 @@ class TrainingOptions:
     )
     early_stopping_threshold: float = option(0.0, "By how much --best_metric must improve to count for that.")
     best_metric: Literal["loss", "bleu"] = option("loss", "Validation score that says which checkpoint is better.")
-    tokens_per_batch: int = option(4096, "Largest padded number of tokens on either side of one forward pass.")
+    batching: Literal["lengths", "random"] = option(
+        "lengths",
+        "Which sentences a batch has: of like lengths, or random ones, which learn more from few batches an update; "
+        "CPUs with AVX-512 compute them without padding in bf16, other devices in parts of like lengths.",
+    )
+    tokens_per_batch: int = option(
+        4096, "Largest number of tokens on either side of one forward pass, padding included with --batching lengths."
+    )
     tokens_per_update: int = option(
         24_576, "The same for one optimiser step, over all processes; a multiple of tokens_per_batch."
     )

@@ -45,6 +45,7 @@ from .leases import hand_out
 from .loss import SmoothedTranslationLoss
 from .memory import FreedMemory
 from .output_folder import check_output_dir
+from .packing import can_pack
 from .preparation import PreparedData, prepare
 from .process import OUT_OF_TIME, accelerating, catch_signals
 from .reading_order import make_plan
@@ -143,12 +144,14 @@ class TrainingRun:
         )
         checkpoint, skipped = self._resume() if options.resume else (None, 0)
         # Here, where all processes come by: the beginning of an epoch may make them wait for one another.
-        self.fill_rate = self.plan.fill_rate
+        fill_rate = self.plan.fill_rate
         self.num_updates = options.max_updates
         if options.max_epochs is not None:
             self.num_updates = min(self.num_updates, options.max_epochs * self.plan.updates_per_epoch)
         loss = SmoothedTranslationLoss(self.model, options.label_smoothing, options.smoothed_entries)
         self.loss = distribute(loss.to(accelerator.device), accelerator)
+        self.packs = not is_sharded(self.model) and can_pack(self.model, options, accelerator.device)
+        self.fill_rate = 1.0 if self.packs else fill_rate
         optimizer = torch.optim.Adam(
             self.model.parameters(),
             lr=0.0,
@@ -166,7 +169,14 @@ class TrainingRun:
         if self.average is not None and checkpoint is not None:
             self.average.load(checkpoint)
         self.optimiser_step = OptimiserStep(
-            options, accelerator, self.loss, self.optimizer, self.model.config, data.train
+            options,
+            accelerator,
+            self.loss,
+            self.optimizer,
+            self.model.config,
+            data.train,
+            # Another epoch may have other lengths.
+            None if self.packs else lambda batch: self.batches.parts(batch),
         )
         self.optimiser_step.skipped = skipped
         if self.update > 0 and isinstance(self.loss, DistributedDataParallel):
@@ -240,7 +250,7 @@ class TrainingRun:
             sums, self.stop = self._exchange(sums, self._wish_to_stop(number))
             self._watch_loss(planned, number, float(sums[0]) / planned.num_target_tokens)
             flops = self._model_flops.of(planned.batches, self.data.train)
-            self._window.add(planned, sums, self.data.train, flops)
+            self._window.add(planned, sums, self._tokens(planned), flops)
             self.update = number
             progress.update()
             if number % options.log_every == 0 or number == self.num_updates:
@@ -269,6 +279,11 @@ class TrainingRun:
                 f"{self.selection.reference:.4f}; training stops after {self.update:,} updates.",
                 file=sys.stderr,
             )
+
+    def _tokens(self, update: Update) -> tuple[int, int]:
+        """Number of an update's tokens, both sides together, and how many are computed with padding."""
+        real, padded = np.sum([self.batches.tokens(batch) for batch in update.batches], axis=0).tolist()
+        return real, real if self.packs else padded
 
     def _watch_loss(self, update: Update, number: int, loss: float) -> None:
         if self._watch.see(loss, math.log(self.model.config.vocab_size)):
@@ -459,6 +474,7 @@ class TrainingRun:
             "wrapper": type(self.loss).__name__,
             "device": str(self.accelerator.device),
             "attention": self.model.config._attn_implementation,
+            "padding": "none" if self.packs else "to the longest",
             "operations": operations_of(self.model, self.options.mixed_precision, self.accelerator.device),
             "matrix_flops_per_second": self._matrix_rate,
         }

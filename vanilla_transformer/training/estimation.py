@@ -59,7 +59,7 @@ def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
             "updates per epoch": run.plan.updates_per_epoch,
             "updates": num_updates,
             "epochs": round(epochs, 2),
-            "share of tokens that are not padding": round(run.batches.fill_rate(batches), 4),
+            "share of tokens that are not padding": round(run.fill_rate, 4),
             "tokens per second (source and target)": round(1.0 / per_token),
             "expected time": _duration(per_token * all_tokens * epochs / accelerator.num_processes),
             "expected memory of a process": f"{_peak_memory(accelerator.device) / 2**30:.2f} GiB",

@@ -128,10 +128,12 @@ def _fits(attention: VanillaTransformerAttention) -> bool:
     )
 
 
-def _narrow(mask: torch.Tensor | None) -> torch.Tensor | None:
+def _narrow(mask: torch.Tensor | kernels.Sentences | None) -> torch.Tensor | kernels.Sentences | None:
     """A mask in autocast's type, in which the smallest float32 would become infinite."""
+    if not isinstance(mask, torch.Tensor):
+        return mask
     dtype = torch.get_autocast_dtype("cpu")
-    return None if mask is None else mask.clamp_min(torch.finfo(dtype).min).to(dtype)
+    return mask.clamp_min(torch.finfo(dtype).min).to(dtype)
 
 
 def _sublayer(layer: VanillaTransformerLayer, hidden_states, norm: nn.LayerNorm, function) -> torch.Tensor:
@@ -157,8 +159,10 @@ def _attend(attention: VanillaTransformerAttention, hidden_states, memory, mask)
     else:
         joined, hidden_states = _project(hidden_states, attention.q_proj)
         memory, _ = _project(memory, attention.k_proj, attention.v_proj)
-    num_heads, d_k = attention.num_heads, attention.d_k
-    operation = kernels.ShortAttention if kernels.can_attend(joined, memory, num_heads, d_k) else _Attention
+    num_heads, d_k, d_v = attention.num_heads, attention.d_k, attention.d_v
+    longest = max(joined.shape[1], 0 if memory is None else memory.shape[1])
+    packed = isinstance(mask, kernels.Sentences)
+    operation = kernels.ShortAttention if packed or kernels.can_attend(joined.dtype, longest, d_k, d_v) else _Attention
     heads = operation.apply(joined, memory, mask, num_heads, d_k, attention.scaling)
     return _project(heads, attention.out_proj)[0], hidden_states
 

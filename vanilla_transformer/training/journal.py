@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from vanilla_transformer.data.batching import Update
-from vanilla_transformer.data.encoding import EncodedCorpus
 
 from .disk import sync
 
@@ -95,15 +94,13 @@ class Window:
         self.seconds = 0.0
         self._started = time.perf_counter()
 
-    def add(self, update: Update, sums: torch.Tensor, corpus: EncodedCorpus, flops: float) -> None:
-        """Count an update: its batches, its losses summed over all processes, and the model's operations."""
+    def add(self, update: Update, sums: torch.Tensor, tokens: tuple[int, int], flops: float) -> None:
+        """Count an update: losses summed over all processes, tokens without and with padding, and operations."""
         self.sums += sums
         self.flops += flops
         self.target_tokens += update.num_target_tokens
-        for batch in update.batches:
-            for lengths in (corpus.source_lengths[batch], corpus.target_lengths[batch]):
-                self.tokens += int(lengths.sum())
-                self.padded_tokens += int(lengths.max()) * len(batch)
+        self.tokens += tokens[0]
+        self.padded_tokens += tokens[1]
         self.updates += 1
         now = time.perf_counter()
         self.seconds += now - self._started

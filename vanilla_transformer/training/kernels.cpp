@@ -80,17 +80,23 @@ float* scratch(size_t count) {
     return buffer.reserve(count);
 }
 
-// Sizes of attention: T queries and S keys of a sentence, H heads of K and V numbers, and how far rows lie apart.
+// Sizes of attention: H heads of K and V numbers, how far rows lie apart, and whether a query sees the keys up to its
+// own position alone.
 struct Sizes {
-    int64_t queries, keys, heads, key_width, value_width, query_row, key_row, mask_sentence, mask_row;
-
-    int64_t padded() const { return (keys + WIDTH - 1) / WIDTH * WIDTH; }
+    int64_t heads, key_width, value_width, query_row, key_row, mask_sentence, mask_row, causal;
 };
 
-void masked_softmax(const Sizes& sizes, float* scores, const uint16_t* mask) {
-    int64_t padded = sizes.padded();
+// Of each sentence and of the end: the first query, the first key, and where its weights begin.
+struct Starts {
+    const int64_t *queries, *keys, *weights;
+};
+
+int64_t padded_to_vectors(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
+
+// The first `seen` scores have weights.
+void masked_softmax(int64_t seen, int64_t padded, float* scores, const uint16_t* mask) {
     for (int64_t i = 0; i < padded; i += WIDTH) {
-        __mmask16 there = sizes.keys - i < WIDTH ? (1 << (sizes.keys - i)) - 1 : 0xffff;
+        __mmask16 there = seen - i >= WIDTH ? 0xffff : seen <= i ? 0 : (1 << (seen - i)) - 1;
         Floats added = {};
         if (mask)
             added = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, mask + i)), 16);
@@ -113,43 +119,47 @@ extern "C" {
 
 int supports_kernels() { return 1; }
 
-// `weights` are [B, H, T, S padded to whole vectors]; `out` is [B, T, H V].
-void attend(const Sizes* sizes, float scaling, const uint16_t* queries, const uint16_t* keys, const uint16_t* values,
-            const uint16_t* mask, uint16_t* weights, uint16_t* out, int64_t first, int64_t last) {
-    auto [T, S, H, K, V, query_row, key_row, mask_sentence, mask_row] = *sizes;
-    int64_t padded = sizes->padded();
-    float* query = scratch(T * K + K * padded + S * V + T * padded);
-    float *key = query + T * K, *value = key + K * padded, *scores = value + S * V;
+// A sentence of T queries and S keys has weights [H, T, S padded to whole vectors]; `out` is [all queries, H V].
+void attend(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries, const uint16_t* keys,
+            const uint16_t* values, const uint16_t* mask, uint16_t* weights, uint16_t* out, int64_t first,
+            int64_t last) {
+    auto [H, K, V, query_row, key_row, mask_sentence, mask_row, causal] = *sizes;
     for (int64_t i = first; i < last; i++) {
-        int64_t sentence = i / H, head = i % H;
-        widen(queries + sentence * T * query_row + head * K, T, K, query_row, query);
-        widen_transposed(keys + sentence * S * key_row + head * K, S, K, key_row, padded, key);
+        int64_t sentence = i / H, head = i % H, start = starts->queries[sentence], key_start = starts->keys[sentence];
+        int64_t T = starts->queries[sentence + 1] - start, S = starts->keys[sentence + 1] - key_start;
+        int64_t padded = padded_to_vectors(S);
+        float* query = scratch(T * K + K * padded + S * V + T * padded);
+        float *key = query + T * K, *value = key + K * padded, *scores = value + S * V;
+        uint16_t* mine = weights + starts->weights[sentence] + head * T * padded;
+        widen(queries + start * query_row + head * K, T, K, query_row, query);
+        widen_transposed(keys + key_start * key_row + head * K, S, K, key_row, padded, key);
         multiply(T, padded, K, query, K, 1, key, scaling, scores, padded);
         for (int64_t t = 0; t < T; t++) {
-            masked_softmax(*sizes, scores + t * padded, mask ? mask + sentence * mask_sentence + t * mask_row : nullptr);
-            for (int64_t j = 0; j < padded; j += WIDTH)
-                store(weights + (i * T + t) * padded + j, load(scores + t * padded + j));
+            masked_softmax(causal ? std::min(t + 1, S) : S, padded, scores + t * padded,
+                           mask ? mask + sentence * mask_sentence + t * mask_row : nullptr);
+            for (int64_t j = 0; j < padded; j += WIDTH) store(mine + t * padded + j, load(scores + t * padded + j));
         }
-        widen(values + sentence * S * key_row + head * V, S, V, key_row, value);
-        multiply(T, V, S, scores, padded, 1, value, 1.0f, out + sentence * T * H * V + head * V, H * V);
+        widen(values + key_start * key_row + head * V, S, V, key_row, value);
+        multiply(T, V, S, scores, padded, 1, value, 1.0f, out + start * H * V + head * V, H * V);
     }
 }
 
 // The gradients lie like what they belong to.
-void attend_backward(const Sizes* sizes, float scaling, const uint16_t* queries, const uint16_t* keys,
-                     const uint16_t* values, const uint16_t* weights, const uint16_t* grad, uint16_t* grad_queries,
-                     uint16_t* grad_keys, uint16_t* grad_values, int64_t first, int64_t last) {
-    auto [T, S, H, K, V, query_row, key_row, mask_sentence, mask_row] = *sizes;
-    int64_t padded = sizes->padded();
-    float* query = scratch(T * K + S * K + V * padded + T * V + 2 * T * padded);
-    float *key = query + T * K, *value = key + S * K, *grad_out = value + V * padded, *weight = grad_out + T * V;
-    float* grad_scores = weight + T * padded;
+void attend_backward(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries,
+                     const uint16_t* keys, const uint16_t* values, const uint16_t* weights, const uint16_t* grad,
+                     uint16_t* grad_queries, uint16_t* grad_keys, uint16_t* grad_values, int64_t first, int64_t last) {
+    auto [H, K, V, query_row, key_row, mask_sentence, mask_row, causal] = *sizes;
     for (int64_t i = first; i < last; i++) {
-        int64_t sentence = i / H, head = i % H;
-        int64_t at_query = sentence * T * query_row + head * K, at_key = sentence * S * key_row + head * K;
-        int64_t at_value = sentence * S * key_row + head * V;
-        widen(grad + sentence * T * H * V + head * V, T, V, H * V, grad_out);
-        widen(weights + i * T * padded, T, padded, padded, weight);
+        int64_t sentence = i / H, head = i % H, start = starts->queries[sentence], key_start = starts->keys[sentence];
+        int64_t T = starts->queries[sentence + 1] - start, S = starts->keys[sentence + 1] - key_start;
+        int64_t padded = padded_to_vectors(S);
+        int64_t at_query = start * query_row + head * K, at_key = key_start * key_row + head * K;
+        int64_t at_value = key_start * key_row + head * V;
+        float* query = scratch(T * K + S * K + V * padded + T * V + 2 * T * padded);
+        float *key = query + T * K, *value = key + S * K, *grad_out = value + V * padded, *weight = grad_out + T * V;
+        float* grad_scores = weight + T * padded;
+        widen(grad + start * H * V + head * V, T, V, H * V, grad_out);
+        widen(weights + starts->weights[sentence] + head * T * padded, T, padded, padded, weight);
         multiply(S, V, T, weight, 1, padded, grad_out, 1.0f, grad_values + at_value, key_row);
         widen_transposed(values + at_value, S, V, key_row, padded, value);
         multiply(T, padded, V, grad_out, V, 1, value, 1.0f, grad_scores, padded);

@@ -5,6 +5,7 @@ dropout. Their results do not depend on the number of threads.
 """
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ _SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "../ve
 _WIDTH = 16
 _ROWS_OF_PART = 128
 # Positions of the longest sentences that were measured; until there, the products of torch are slower.
-_LONGEST = 512
+LONGEST = 512
 
 
 @cache
@@ -35,13 +36,11 @@ def why_no_kernels() -> str | None:
     return None
 
 
-def can_attend(joined: torch.Tensor, memory: torch.Tensor | None, num_heads: int, d_k: int) -> bool:
-    """Whether `ShortAttention` takes these projections."""
-    keys_values = joined if memory is None else memory
-    d_v = (keys_values.shape[-1] - (2 if memory is None else 1) * num_heads * d_k) // num_heads
+def can_attend(dtype: torch.dtype, longest: int, d_k: int, d_v: int) -> bool:
+    """Whether `ShortAttention` takes projections to heads of `d_k` and `d_v` numbers, of sentences so long at most."""
     return (
-        joined.dtype == torch.bfloat16
-        and max(joined.shape[1], keys_values.shape[1]) <= _LONGEST
+        dtype == torch.bfloat16
+        and longest <= LONGEST
         and d_k % _WIDTH == d_v % _WIDTH == 0
         and why_no_kernels() is None
     )
@@ -68,9 +67,30 @@ class _Sizes(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            "queries", "keys", "heads", "key_width", "value_width", "query_row", "key_row", "mask_sentence", "mask_row"
+            "heads", "key_width", "value_width", "query_row", "key_row", "mask_sentence", "mask_row", "causal"
         )
     ]  # fmt: skip
+
+
+class _Starts(ctypes.Structure):
+    """`Starts` of the C++ file."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("queries", "keys", "weights")]
+
+
+@dataclass(frozen=True, slots=True)
+class Sentences:
+    """Which queries of a batch belong to which keys, where sentences lie one behind the other without padding.
+
+    Args:
+        queries: Number of the first query of each sentence, and of all queries [B + 1], in int64.
+        keys: The same of the keys; attention of sentences to themselves has the same starts.
+        causal: Whether a query sees the keys up to its own position alone.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    causal: bool = False
 
 
 class ShortAttention(torch.autograd.Function):
@@ -78,7 +98,10 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, joined, memory, mask, num_heads, d_k, scaling):
-        """The heads side by side [B, T, H V]."""
+        """The heads side by side [B, T, H V].
+
+        Instead of a mask there may be `Sentences`; then B is 1.
+        """
         joined, memory = joined.contiguous(), None if memory is None else memory.contiguous()
         width = num_heads * d_k
         keys_values = joined if memory is None else memory
@@ -86,22 +109,31 @@ class ShortAttention(torch.autograd.Function):
         start = width if memory is None else 0
         d_v = (keys_values.shape[-1] - start) // num_heads - d_k
         (batch_size, num_queries, _), num_keys = joined.shape, keys_values.shape[1]
+        if isinstance(mask, Sentences):
+            sentences, mask = mask, None
+        else:
+            bounds = torch.arange(batch_size + 1)
+            sentences = Sentences(bounds * num_queries, bounds * num_keys)
         if mask is not None:
             mask = mask.contiguous().expand(batch_size, 1, num_queries, num_keys)
         sizes = _Sizes(
-            num_queries, num_keys, num_heads, d_k, d_v, joined.shape[-1], keys_values.shape[-1],
-            0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(2),
+            num_heads, d_k, d_v, joined.shape[-1], keys_values.shape[-1],
+            0 if mask is None else mask.stride(0), 0 if mask is None else mask.stride(2), sentences.causal,
         )  # fmt: skip
-        padded = -(-num_keys // _WIDTH) * _WIDTH
-        weights = torch.empty(batch_size, num_heads, num_queries, padded, dtype=joined.dtype)
+        padded = (sentences.keys.diff() + _WIDTH - 1) // _WIDTH * _WIDTH
+        sizes_of_weights = num_heads * sentences.queries.diff() * padded
+        weight_starts = torch.cat([sizes_of_weights.new_zeros(1), sizes_of_weights.cumsum(0)])
+        weights = torch.empty(int(weight_starts[-1]), dtype=joined.dtype)
         output = torch.empty(batch_size, num_queries, num_heads * d_v, dtype=joined.dtype)
+        starts = _starts(sentences, weight_starts)
         run(
-            _library().attend, batch_size * num_heads, ctypes.addressof(sizes), scaling, joined.data_ptr(),
-            _address(keys_values, start), _address(keys_values, start + width),
+            _library().attend, len(padded) * num_heads, ctypes.addressof(sizes), ctypes.addressof(starts), scaling,
+            joined.data_ptr(), _address(keys_values, start), _address(keys_values, start + width),
             None if mask is None else mask.data_ptr(), weights.data_ptr(), output.data_ptr(),
         )  # fmt: skip
         ctx.save_for_backward(joined, memory, weights)
-        ctx.sizes, ctx.scaling, ctx.start, ctx.width = sizes, scaling, start, width
+        ctx.sizes, ctx.sentences, ctx.weight_starts = sizes, sentences, weight_starts
+        ctx.scaling, ctx.start, ctx.width = scaling, start, width
         return output
 
     @staticmethod
@@ -115,13 +147,18 @@ class ShortAttention(torch.autograd.Function):
         keys_values = joined if memory is None else memory
         grad_keys_values = grad_joined if memory is None else grad_memory
         keys, values = ctx.start, ctx.start + ctx.width
+        starts = _starts(ctx.sentences, ctx.weight_starts)
         run(
-            _library().attend_backward, weights.shape[0] * weights.shape[1], ctypes.addressof(ctx.sizes), ctx.scaling,
-            joined.data_ptr(), _address(keys_values, keys), _address(keys_values, values), weights.data_ptr(),
-            grad.data_ptr(), grad_joined.data_ptr(), _address(grad_keys_values, keys),
-            _address(grad_keys_values, values),
+            _library().attend_backward, (len(ctx.weight_starts) - 1) * ctx.sizes.heads, ctypes.addressof(ctx.sizes),
+            ctypes.addressof(starts), ctx.scaling, joined.data_ptr(), _address(keys_values, keys),
+            _address(keys_values, values), weights.data_ptr(), grad.data_ptr(), grad_joined.data_ptr(),
+            _address(grad_keys_values, keys), _address(grad_keys_values, values),
         )  # fmt: skip
         return grad_joined, grad_memory, None, None, None, None
+
+
+def _starts(sentences: Sentences, weights: torch.Tensor) -> _Starts:
+    return _Starts(sentences.queries.data_ptr(), sentences.keys.data_ptr(), weights.data_ptr())
 
 
 class AddAndNorm(torch.autograd.Function):
@@ -216,8 +253,8 @@ def _library() -> ctypes.CDLL:
     pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     bounds = [number, number]
     types = {
-        "attend": [pointer, real, *[pointer] * 6, *bounds],
-        "attend_backward": [pointer, real, *[pointer] * 8, *bounds],
+        "attend": [pointer, pointer, real, *[pointer] * 6, *bounds],
+        "attend_backward": [pointer, pointer, real, *[pointer] * 8, *bounds],
         "add_and_norm": [number, number, real, number, real, *[pointer] * 9, *bounds],
         "add_and_norm_backward": [number, number, real, *[pointer] * 9, *bounds],
         "relu_backward": [number, number, *[pointer] * 3, *bounds],

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
+from .packing import last_hidden_states
 from .products import RightFactor, can_multiply, multiply, product_over_rows
 
 
@@ -45,36 +46,37 @@ class SmoothedTranslationLoss(nn.Module):
         share = num_entries / (num_entries - 1) if smoothed_entries == "others" else 1.0
         self.label_smoothing = label_smoothing * share
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        decoder_input_ids: torch.Tensor,
-        labels: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *parts: dict[str, torch.Tensor], **whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the loss of a batch.
 
         Args:
-            input_ids: Source ids [B, S].
-            attention_mask: [B, S], 1 for tokens and 0 for padding.
-            decoder_input_ids: Target ids [B, T], shifted right.
-            labels: Target ids [B, T]; -100 on padding.
+            *parts: What `collate` or `pack` made of parts of the batch.
+            **whole: The same of a batch that has one part: `input_ids` [B, S], `attention_mask` [B, S],
+                `decoder_input_ids` [B, T] and `labels` [B, T], for instance, with -100 on padding.
 
         Returns:
             The smoothed loss, summed over target tokens, and without gradient the sum of their negative
             log-likelihoods in nats.
         """
-        hidden_states = self.model.model(
-            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, use_cache=False
-        ).last_hidden_state
-        real = labels != -100
+        parts = parts or (whole,)
+        labels = [part["labels"] for part in parts]
+        hidden_states = [
+            self._hidden_states(**{name: tensor for name, tensor in part.items() if name != "labels"})[here != -100]
+            for part, here in zip(parts, labels, strict=True)
+        ]
         return smoothed_cross_entropy(
-            hidden_states[real],
+            hidden_states[0] if len(parts) == 1 else torch.cat(hidden_states),
             self.model.lm_head.weight,
             self.model.final_logits_bias,
-            labels[real],
+            torch.cat([here[here != -100] for here in labels]),
             self.label_smoothing,
         )
+
+    def _hidden_states(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """The decoder's [B, T, D]."""
+        if "source_starts" in inputs:
+            return last_hidden_states(self.model.model, **inputs)
+        return self.model.model(**inputs, use_cache=False).last_hidden_state
 
 
 def smoothed_cross_entropy(

@@ -27,6 +27,7 @@ def make_plan(
         "tokens_per_batch": options.tokens_per_batch,
         "batches_per_update": options.batches_per_update,
         "seed": options.seed,
+        "batching": options.batching,
     }
     if isinstance(corpus, StreamCorpus):
         return StreamPlan(corpus, **budget)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PretrainedConfig
 
 from vanilla_transformer.data.batching import Update
-from vanilla_transformer.data.collation import collate
+from vanilla_transformer.data.collation import collate, pack
 from vanilla_transformer.data.encoding import EncodedCorpus
 
 from .configuration import TrainingOptions
@@ -32,6 +33,7 @@ class OptimiserStep:
         optimizer: Adam, likewise.
         config: Configuration of the model.
         corpus: Training text.
+        parts: What of a batch is padded together; `None` packs batches, without padding.
 
     Attributes:
         gradient_norm: Euclidean norm of the last step's gradient, before it was clipped.
@@ -46,6 +48,7 @@ class OptimiserStep:
         optimizer: AcceleratedOptimizer,
         config: PretrainedConfig,
         corpus: EncodedCorpus,
+        parts: Callable[[np.ndarray], list[np.ndarray]] | None,
     ):
         self.options = options
         self.accelerator = accelerator
@@ -53,6 +56,7 @@ class OptimiserStep:
         self.optimizer = optimizer
         self.config = config
         self.corpus = corpus
+        self.parts = parts
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradient_norm = 0.0
         self.skipped = 0
@@ -105,18 +109,24 @@ class OptimiserStep:
         Args:
             update: Any update.
         """
-        loss, _ = self.loss(**self.inputs(self.corpus, update.batches[0]))
+        loss, _ = self.loss(*self._inputs(update.batches[0]))
         self.accelerator.backward(loss * 0.0)
         self.optimizer.zero_grad()
 
     def inputs(self, corpus: EncodedCorpus, batch: np.ndarray) -> dict[str, torch.Tensor]:
-        """A batch's tensors on the device."""
+        """The tensors of padded pairs on the device."""
         tensors = collate(
             *corpus.rows(batch),
             pad_token_id=self.config.pad_token_id,
             decoder_start_token_id=self.config.decoder_start_token_id,
         )
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
+
+    def _inputs(self, batch: np.ndarray) -> list[dict[str, torch.Tensor]]:
+        """What is computed of a batch of the training text."""
+        if self.parts is None:
+            return [pack(*self.corpus.rows(batch), decoder_start_token_id=self.config.decoder_start_token_id)]
+        return [self.inputs(self.corpus, part) for part in self.parts(batch)]
 
     def _backward(self, update: Update, number: int) -> list[torch.Tensor]:
         """Sum the gradient; return both losses of each batch of this process [2]."""
@@ -134,7 +144,7 @@ class OptimiserStep:
                 # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
                 torch.manual_seed(_dropout_seed(options.seed, number, index))
                 with accelerator.autocast():
-                    loss, nll = self.loss(**self.inputs(self.corpus, batch))
+                    loss, nll = self.loss(*self._inputs(batch))
                 # The reduction of gradients takes the mean over processes.
                 accelerator.backward(loss * (weight * accelerator.num_processes / update.num_target_tokens))
             if weight > 0.0:
