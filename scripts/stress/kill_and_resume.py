@@ -1,10 +1,12 @@
 """Kill a training run with SIGKILL again and again, and compare what it arrives at with a run that nothing stopped.
 
     python scripts/stress/kill_and_resume.py --kills 50 --processes 1
+    python scripts/stress/kill_and_resume.py --kills 15 -- --mixed_precision bf16 --d_k 16 --d_v 16 --batching random
 
 Trains a model of 9,000 parameters on generated text, once without a break and once with `--kills` kills, each followed
-by `--resume` (or by a new start if there is no checkpoint yet). Losses, batches, weights and Adam's moments must be
-equal bit for bit; nothing that a kill left may remain. Prints where the kills landed. Exit status 1 on any difference.
+by `--resume` (or by a new start if there is no checkpoint yet). What follows `--` goes to `train`. Losses, batches,
+weights and Adam's moments must be equal bit for bit; nothing that a kill left may remain. Prints where the kills
+landed. Exit status 1 on any difference.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +91,19 @@ class Attempt:
         name: Name of the run's folder in it.
         processes: Number of processes.
         updates: Length of the run.
+        options: Further options of `train`.
         survives: For how many updates the run goes on before it waits to be killed; `None` lets it go on to its end.
     """
 
-    def __init__(self, folder: Path, name: str, processes: int, updates: int, survives: int | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        processes: int,
+        updates: int,
+        options: Sequence[str],
+        survives: int | None = None,
+    ):
         self.run, self.notes, self.log = folder / name, folder / f"{name}-notes", folder / f"{name}.log"
         self.notes.mkdir(exist_ok=True)
         for path in (self.log, *self.notes.glob("phase-*")):
@@ -106,7 +118,7 @@ class Attempt:
         flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
         for side in ("train", "valid"):
             flags += [f"--{side}_files", folder / f"{side}.en", folder / f"{side}.de"]
-        flags += ["--resume"] if self.resumes else []
+        flags += ["--resume", *options] if self.resumes else options
         environments: list[dict[str, str]] = [{}]
         if processes > 1:
             with socket.socket() as probe:
@@ -279,10 +291,10 @@ def differences(actual: Path, expected: Path) -> list[str]:
     return found
 
 
-def run_without_a_break(folder: Path, processes: int, updates: int) -> Pace:
+def run_without_a_break(folder: Path, processes: int, updates: int, options: Sequence[str]) -> Pace:
     """Train the reference."""
     started = time.perf_counter()
-    attempt = Attempt(folder, "reference", processes, updates)
+    attempt = Attempt(folder, "reference", processes, updates, options)
     attempt.wait_until(lambda position: position.update > 0)
     began = time.perf_counter()
     attempt.wait()
@@ -291,19 +303,19 @@ def run_without_a_break(folder: Path, processes: int, updates: int) -> Pace:
     return Pace(began - started, (time.perf_counter() - began) / updates)
 
 
-def stress(folder: Path, kills: int, processes: int, seed: int) -> int:
+def stress(folder: Path, kills: int, processes: int, seed: int, options: Sequence[str]) -> int:
     generator = random.Random(seed)
     write_material(folder)
     updates = UPDATES_PER_KILL * (kills + 5)
     print(f"Training {updates} updates without a break.", file=sys.stderr)
-    pace = run_without_a_break(folder, processes, updates)
+    pace = run_without_a_break(folder, processes, updates, options)
     aims = AIMS | ({"one process": 4} if processes > 1 else {})
     landed: Counter[str] = Counter()
     finished = False
     with tqdm(total=kills, desc="Killing", unit="kill", dynamic_ncols=True, disable=False) as progress:
         while not finished:
             survives = PATIENCE + generator.randrange(2 * SAVE_EVERY) if landed.total() < kills else None
-            attempt = Attempt(folder, "killed", processes, updates, survives)
+            attempt = Attempt(folder, "killed", processes, updates, options, survives)
             try:
                 place = None
                 if landed.total() < kills:
@@ -340,11 +352,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
+    parser.add_argument("options", nargs="*", help="further options of `train`, behind --")
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     SERVER.set_forkserver_preload(["vanilla_transformer.cli.session", "vanilla_transformer.training.engine"])
     folder = Path(tempfile.mkdtemp(prefix="kill-and-resume-"))
-    status = stress(folder, arguments.kills, arguments.processes, arguments.seed)
+    status = stress(folder, arguments.kills, arguments.processes, arguments.seed, arguments.options)
     if status == 0:
         shutil.rmtree(folder)
     else:
