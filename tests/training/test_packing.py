@@ -145,3 +145,13 @@ def test_a_run_packs_where_it_can_and_pads_where_it_cannot(make_options, tmp_pat
         assert run.packs == packs and fill_rates == {1.0} if packs else batching == "random" or max(fill_rates) < 1.0
         losses.append([record["loss"] for record in records])
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_recomputed_layers_give_the_same_run(make_options, tmp_path):
+    losses = []
+    for recomputes in (False, True):
+        folder = tmp_path / str(recomputes)
+        values = {"gradient_checkpointing": recomputes, "dropout": 0.1, "max_updates": 4, "log_every": 1}
+        train_anew(make_options(folder, **values, **PACKABLE))
+        losses.append([record["loss"] for record in records_of(folder) if record["kind"] == "train"])
+    assert losses[0] == losses[1]

@@ -193,7 +193,7 @@ def _library() -> ctypes.CDLL:
     """
     library = ctypes.CDLL(str(compile_library(_SOURCES, "products")))
     if not library.supports_products():
-        raise OSError("this processor lacks AMX, or the system does not permit it")
+        raise OSError("processor, compiler or system does not offer AMX")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     types = {
         "lay_out_right": [pointer, *[number] * 5, pointer, number],

@@ -45,7 +45,7 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         options: Options of the run.
         data: Vocabulary and encoded text.
         facts: What the engine knows of the run: `parameters`, `updates`, `updates_per_epoch`, `fill_rate`,
-            `processes`, `division`, `wrapper`, `device`, `attention` and `operations`.
+            `processes`, `division`, `wrapper`, `device`, `attention`, `padding` and `operations`.
     """
     fingerprints = identity_of(options, data)["data"]
     if data.valid is not None:
