@@ -31,6 +31,7 @@ class Meter:
         warmup: Number of first updates that do not count, at least 1.
         seconds: Measure at least so long; on a CPU in CPU time, which does not pass while others have the core.
         updates: Measure at least so many updates.
+        padded: Whether the sentences of a batch are padded to the longest.
         batches: Source and target lengths of each measured batch.
         wall_seconds: Elapsed time.
         cpu_seconds: Time of all threads of this process.
@@ -40,6 +41,7 @@ class Meter:
     warmup: int
     seconds: float
     updates: int
+    padded: bool = True
     batches: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -71,13 +73,15 @@ class Meter:
 
     def counts(self, config: VanillaTransformerConfig) -> dict[str, float]:
         """What was measured, as plain numbers."""
+        sides = [side for batch in self.batches for side in batch]
+        real_tokens = sum(int(side.sum()) for side in sides)
         return {
             "updates": self.done - self.warmup,
             "pairs": sum(len(source) for source, _ in self.batches),
             "wall_seconds": self.wall_seconds,
             "cpu_seconds": self.cpu_seconds,
-            "real_tokens": sum(int(side.sum()) for batch in self.batches for side in batch),
-            "padded_tokens": sum(int(side.max()) * len(side) for batch in self.batches for side in batch),
+            "real_tokens": real_tokens,
+            "padded_tokens": sum(int(side.max()) * len(side) for side in sides) if self.padded else real_tokens,
             "operations": sum(operations(config, *batch) for batch in self.batches),
         }
 

@@ -109,6 +109,7 @@ class Engine(Variant):
         self.model = self.run.model
 
     def train(self, meter: Meter, seed: int) -> None:
+        meter.padded = not self.run.packs
         corpus = self.task.data.train
         number = count(1)
         for epoch in count(seed):
