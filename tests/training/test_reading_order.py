@@ -35,6 +35,9 @@ def plans(make_options, material, tmp_path_factory):
             "stream_window": 12,
             "tokens_per_update": 320,
         },
+        "random": {"batching": "random", "bpe_dropout": 0.3, "tokenizer": material / "merges"},
+        # What is packed where it can be.
+        "packed": {"batching": "random", "mixed_precision": "bf16", "device": "cpu", "d_k": 16, "d_v": 16},
     }.items():
         options = make_options(folder / name, cache_dir=folder / f"cache-{name}", **values)
         assert train_anew(options).is_complete
@@ -42,7 +45,7 @@ def plans(make_options, material, tmp_path_factory):
     return plans
 
 
-@pytest.mark.parametrize("name", ["dropout", "stream"])
+@pytest.mark.parametrize("name", ["dropout", "stream", "random", "packed"])
 @pytest.mark.parametrize("update", [1, 3, 5, 8, 10])
 def test_stopping_and_resuming_changes_nothing(plans, tmp_path, name, update):
     options = replace(plans[name], output_dir=tmp_path / "run", cache_dir=tmp_path / "cache")
