@@ -29,5 +29,6 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernels")
 
 
-# The child of a fork has none of the threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+if hasattr(os, "register_at_fork"):
+    # The child of a fork has none of the threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
