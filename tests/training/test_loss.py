@@ -428,3 +428,21 @@ def test_no_logits_of_padding_are_computed():
     with LargestTensor() as largest:
         SmoothedTranslationLoss(model, 0.1)(**batch)[0].backward()
     assert largest.num_elements <= num_tokens * 2000 < batch["labels"].numel() * 2000 / 10
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_projection_may_lie_in_memory_column_by_column(wide):
+    torch.manual_seed(0)
+    hidden_states = torch.randn(40, 64, dtype=torch.float64 if wide else torch.float32)
+    weight, labels = torch.randn(70, 64), torch.randint(70, (40,))
+    gradients = []
+    for layout in (weight, weight.T.contiguous().T):
+        projection = layout.clone(memory_format=torch.preserve_format).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = smoothed_cross_entropy(hidden_states, projection, None, labels, 0.1)
+        loss.backward()
+        gradients.append(projection.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+    exact = weight.double().requires_grad_()
+    smoothed_cross_entropy(hidden_states.double(), exact, None, labels, 0.1)[0].backward()
+    assert (gradients[0] - exact.grad).norm() < 0.02 * exact.grad.norm()

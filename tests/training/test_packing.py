@@ -142,7 +142,9 @@ def test_a_run_packs_where_it_can_and_pads_where_it_cannot(make_options, tmp_pat
             train_anew(options)
         records = [record for record in records_of(folder) if record["kind"] == "train"]
         fill_rates = {run.fill_rate, *(record["fill_rate"] for record in records)}
-        assert run.packs == packs and fill_rates == {1.0} if packs else batching == "random" or max(fill_rates) < 1.0
+        assert run.packs == packs
+        # These batches are so small that parts of random ones are single pairs.
+        assert fill_rates == {1.0} if packs or batching == "random" else max(fill_rates) < 1.0
         losses.append([record["loss"] for record in records])
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 

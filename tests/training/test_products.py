@@ -130,6 +130,29 @@ def test_what_is_no_number_spoils_its_row_alone():
     assert result[[row for row in range(40) if row not in (3, 35)]].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("left", "values"),
+    [
+        (draw(5, 0), {}),
+        (draw(5, 51), {}),
+        (draw(5, 50).float(), {}),
+        (draw(5, 50), {"bias": torch.randn(59)}),
+        (draw(5, 50), {"out": torch.empty(5, 59, dtype=torch.bfloat16)}),
+        (draw(5, 50), {"out": torch.empty(4, 60, dtype=torch.bfloat16)}),
+        (draw(5, 50), {"out": torch.empty(60, 5, dtype=torch.bfloat16).T}),
+        (draw(5, 50), {"add_to": torch.empty(5, 60)}),
+    ],
+)
+def test_what_cpp_would_trust_in_is_refused(left, values):
+    with pytest.raises(ValueError, match=r"A product of \(5, \d+\) in .* and \(50, 60\) cannot be written to"):
+        multiply(left, RightFactor.stack([torch.randn(60, 50)], transposed=True), **values)
+
+
+def test_sums_over_no_rows_are_refused():
+    with pytest.raises(ValueError, match=r"cannot be written"):
+        product_over_rows(draw(0, 4), draw(0, 3))
+
+
 def test_what_the_products_do_not_know_is_left_to_torch():
     weight = torch.randn(40, 64)
     assert can_multiply(torch.bfloat16, [weight])

@@ -1,1 +1,1 @@
-"""From parallel text to padded batches: corpora, encoding, batching, collation."""
+"""From parallel text to batches: corpora, encoding, batching, collation."""

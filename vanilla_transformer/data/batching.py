@@ -1,4 +1,4 @@
-"""Batches of similar lengths within a budget of tokens: one plan, whatever the number of processes."""
+"""Batches within a budget of tokens, of similar lengths or random: one plan, whatever the number of processes."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ class Batches(Sequence[np.ndarray]):
     """Batches as views of one array of pair numbers: 4 bytes a pair and 16 a batch.
 
     Args:
-        pairs: Pair numbers, sorted [num_pairs].
+        pairs: Pair numbers, batch after batch [num_pairs].
         offsets: Where each batch begins in `pairs`, and the end of the last [num_batches + 1].
         order: Numbers of the batches in the order in which they come.
     """
@@ -197,8 +197,8 @@ class TokenBatches:
 class RandomBatches(TokenBatches):
     """Batches of random pairs, which have so many tokens each without padding.
 
-    Every batch has the lengths of the whole text. The gradient of a batch of like lengths is that of such sentences:
-    where an update has one or a few of them, training needs half as many updates again.
+    Every batch has the lengths of the whole text. The gradient of a batch of like lengths is that of such sentences
+    alone, and an update of one or a few such batches learns less (`scripts/benchmarks/batching.py` measures it).
     """
 
     def parts(self, batch: np.ndarray) -> list[np.ndarray]:

@@ -141,7 +141,7 @@ class StreamPlan:
 
     Args:
         corpus: The stream's window.
-        tokens_per_batch: Largest padded number of tokens on either side of a batch.
+        tokens_per_batch: Largest number of tokens on either side of a batch, as `batching` counts them.
         batches_per_update: Number of batches in one optimiser step.
         seed: Seed of the shuffling.
         batching: Which pairs a batch has, by the name in `BATCHINGS`.

@@ -125,10 +125,12 @@ class TrainingOptions:
     batching: Literal["lengths", "random"] = option(
         "lengths",
         "Which sentences a batch has: of like lengths, or random ones, which learn more from few batches an update; "
-        "CPUs with AVX-512 compute them without padding in bf16, other devices in parts of like lengths.",
+        "they are padded in parts of like lengths, or not at all on CPUs with AVX-512 in bf16.",
     )
     tokens_per_batch: int = option(
-        4096, "Largest number of tokens on either side of one forward pass, padding included with --batching lengths."
+        4096,
+        "Largest number of tokens on either side of one forward pass, padding included with --batching lengths; "
+        "random batches have their padding beyond it, where they have any.",
     )
     tokens_per_update: int = option(
         24_576, "The same for one optimiser step, over all processes; a multiple of tokens_per_batch."

@@ -35,7 +35,7 @@ def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
         data = prepare(options, options.cache_dir or Path(folder))
         run = TrainingRun(options, accelerator, data, None)
         batches = run.batches.batches(0)
-        largest = max(batches, key=lambda batch: len(batch) * int(data.train.target_lengths[batch].max()))
+        largest = max(batches, key=lambda batch: run.batches.tokens(batch)[0 if run.packs else 1])
         sample = [largest, *batches[:3]]
         seconds, tokens = [], []
         for number, batch in enumerate(sample, start=1):

@@ -72,7 +72,7 @@ def operations_of(model: VanillaTransformerForConditionalGeneration, precision: 
         return f"fused operations without C++, because {reason}"
     if (reason := products.why_no_products()) is not None:
         return f"fused operations in C++ and torch's matrix products, because {reason}"
-    return "fused operations and matrix products in C++"
+    return "fused operations and, where their shapes allow, matrix products in C++"
 
 
 def _encoder_layer(self, hidden_states, attention_mask=None, **kwargs):
@@ -193,7 +193,7 @@ class _Projection(torch.autograd.Function):
         ctx.heights, ctx.has_bias, ctx.dtype = [len(weight) for weight in weights], bool(biases), hidden_states.dtype
         output = _linear(rows, matrices, torch.cat(biases) if biases else None)
         ctx.set_materialize_grads(False)
-        return output.view(*hidden_states.shape[:-1], -1), hidden_states
+        return output.view(*hidden_states.shape[:-1], sum(ctx.heights)), hidden_states
 
     @staticmethod
     @once_differentiable

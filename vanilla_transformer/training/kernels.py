@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from vanilla_transformer.native_code import compile_library
 
 from .cpu_dropout import draw_words
-from .threads import run
+from .threads import run_in_threads
 
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "../vectors.h"))
@@ -126,7 +126,7 @@ class ShortAttention(torch.autograd.Function):
         weights = torch.empty(int(weight_starts[-1]), dtype=joined.dtype)
         output = torch.empty(batch_size, num_queries, num_heads * d_v, dtype=joined.dtype)
         starts = _starts(sentences, weight_starts)
-        run(
+        run_in_threads(
             _library().attend, len(padded) * num_heads, ctypes.addressof(sizes), ctypes.addressof(starts), scaling,
             joined.data_ptr(), _address(keys_values, start), _address(keys_values, start + width),
             None if mask is None else mask.data_ptr(), weights.data_ptr(), output.data_ptr(),
@@ -148,7 +148,7 @@ class ShortAttention(torch.autograd.Function):
         grad_keys_values = grad_joined if memory is None else grad_memory
         keys, values = ctx.start, ctx.start + ctx.width
         starts = _starts(ctx.sentences, ctx.weight_starts)
-        run(
+        run_in_threads(
             _library().attend_backward, (len(ctx.weight_starts) - 1) * ctx.sizes.heads, ctypes.addressof(ctx.sizes),
             ctypes.addressof(starts), ctx.scaling, joined.data_ptr(), _address(keys_values, keys),
             _address(keys_values, values), weights.data_ptr(), grad.data_ptr(), grad_joined.data_ptr(),
@@ -179,7 +179,7 @@ class AddAndNorm(torch.autograd.Function):
         normed = torch.empty_like(total)
         mean, factor = torch.empty(num_rows), torch.empty(num_rows)
         ctx.scale = 2**16 / (2**16 - num_dropped)
-        run(
+        run_in_threads(
             _library().add_and_norm, _num_parts(num_rows), num_rows, width, ctx.scale, num_dropped, eps,
             total.data_ptr(), residual.data_ptr(), _pointer(words), _pointer(kept), weight.data_ptr(),
             bias.data_ptr(), normed.data_ptr(), mean.data_ptr(), factor.data_ptr(),
@@ -196,7 +196,7 @@ class AddAndNorm(torch.autograd.Function):
         num_rows = len(mean)
         grad_output, grad_total = torch.empty_like(total), torch.empty_like(total)
         sums = torch.zeros(_num_parts(num_rows), 2, width)
-        run(
+        run_in_threads(
             _library().add_and_norm_backward, len(sums), num_rows, width, ctx.scale, grad.data_ptr(),
             total.data_ptr(), _pointer(kept), weight.data_ptr(), mean.data_ptr(), factor.data_ptr(),
             grad_output.data_ptr(), grad_total.data_ptr(), sums.data_ptr(),
@@ -217,7 +217,9 @@ def relu_backward_(grad: torch.Tensor, activations: torch.Tensor) -> torch.Tenso
     """
     num_rows, width = grad.shape
     sums = torch.zeros(_num_parts(num_rows), width)
-    run(_library().relu_backward, len(sums), num_rows, width, activations.data_ptr(), grad.data_ptr(), sums.data_ptr())
+    run_in_threads(
+        _library().relu_backward, len(sums), num_rows, width, activations.data_ptr(), grad.data_ptr(), sums.data_ptr()
+    )
     return _add_parts(sums)
 
 

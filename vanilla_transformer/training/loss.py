@@ -184,7 +184,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
 
 class _Torch:
-    """The products of logits and of their gradients.
+    """The products of logits and of their gradients, in torch.
 
     Args:
         weight: Output projection [W, D].
@@ -199,11 +199,11 @@ class _Torch:
             self._gradient = weight.new_zeros(weight.shape[::-1], dtype=grad_dtype)
 
     def new_logits(self, num_tokens: int) -> torch.Tensor:
-        """Room for logits [N, W], with columns of nothing where they help."""
+        """Room for logits [N, W], with columns of padding where they help."""
         return self._projection.new_empty(num_tokens, len(self._projection))
 
     def logits(self, hidden: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """Logits of tokens, written to `out`; columns of nothing are -inf."""
+        """Logits of tokens, written to `out`; columns of padding are -inf."""
         torch.mm(hidden, self._projection.T, out=out)
         return out if bias is None else out.add_(bias)
 
@@ -230,7 +230,8 @@ class _Tiles:
         self._to_logits = RightFactor.stack([weight], transposed=True)
         if grad_dtype is not None:
             self._to_means = RightFactor.stack([weight], transposed=False)
-            self._gradient = torch.zeros_like(weight, dtype=grad_dtype)
+            self._gradient = torch.zeros(weight.shape, dtype=torch.float32)
+            self._grad_dtype = grad_dtype
 
     def new_logits(self, num_tokens: int) -> torch.Tensor:
         """Room for logits [N, W], each row of which begins with a cache line."""
@@ -238,7 +239,7 @@ class _Tiles:
         return torch.empty(num_tokens, width, dtype=torch.bfloat16)
 
     def logits(self, hidden: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """Logits of tokens, written to `out`; columns of nothing are -inf."""
+        """Logits of tokens, written to `out`; columns of padding are -inf."""
         out[:, self._to_logits.columns :] = -torch.inf
         return multiply(hidden, self._to_logits, bias=None if bias is None else bias.flatten(), out=out)
 
@@ -252,4 +253,4 @@ class _Tiles:
 
     def gradient(self) -> torch.Tensor:
         """The sum of what was added [W, D]."""
-        return self._gradient
+        return self._gradient.to(self._grad_dtype)

@@ -17,7 +17,7 @@ from torch import nn
 
 from vanilla_transformer.native_code import compile_library
 
-from .threads import run
+from .threads import run_in_threads
 
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("products.cpp", "../vectors.h"))
@@ -103,7 +103,7 @@ class RightFactor:
         panel = _panels(self.depth) * _EDGE * _EDGE
         columns, depth = matrix.shape if transposed else matrix.shape[::-1]
         place = start // _EDGE * (panel if transposed else _EDGE * _EDGE)
-        run(
+        run_in_threads(
             _library().lay_out_right, _panels(columns), matrix.data_ptr(), matrix.stride(0), transposed,
             matrix.dtype == torch.float32, columns, depth,
             self.panels.data_ptr() + place * self.panels.element_size(), panel,
@@ -162,13 +162,29 @@ def product_over_rows(left: torch.Tensor, right: torch.Tensor, *, add_to: torch.
 
 
 def _multiply(left: torch.Tensor, right: RightFactor, bias: torch.Tensor | None, kind: int, out: torch.Tensor) -> None:
-    """Let C++ multiply; rows of `left`, or of its transpose, have their numbers side by side."""
+    """Let C++ multiply, which trusts in what is checked here; `out` is the product's transpose if `kind` says so."""
+    shape = (len(left), right.columns)
+    rows, columns = reversed(shape) if kind & _TRANSPOSED else shape
+    if (
+        left.dtype != torch.bfloat16
+        or left.shape[1] != right.depth
+        or right.depth == 0
+        or out.dtype != (torch.float32 if kind & _WIDE else torch.bfloat16)
+        or len(out) != rows
+        or out.shape[1] < columns
+        or (out.stride(1) != 1 and out.shape[1] > 1)
+        or (bias is not None and bias.numel() != right.columns)
+    ):
+        raise ValueError(
+            f"A product of {tuple(left.shape)} in {left.dtype} and {right.depth, right.columns} cannot be written to "
+            f"{tuple(out.shape)} in {out.dtype} with strides {out.stride()}."
+        )
     down = left.stride(-1) != 1
     left = _with_rows(left.T if down else left)
     rows, depth = left.shape[::-1] if down else left.shape
     if bias is not None:
         bias = bias.float().contiguous()
-    run(
+    run_in_threads(
         _library().multiply, _panels(rows), left.data_ptr(), left.stride(0), down, rows, depth,
         right.panels.data_ptr(), right.columns, None if bias is None else bias.data_ptr(), kind, out.data_ptr(),
         out.stride(0),

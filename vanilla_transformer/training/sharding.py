@@ -164,9 +164,9 @@ class Division:
     """How an optimiser step is divided; its size does not depend on the number of processes.
 
     Args:
-        tokens_per_update: Largest padded number of tokens on either side of a step.
+        tokens_per_update: Largest number of tokens on either side of a step.
         batches_per_update: Number of batches of a step.
-        tokens_per_batch: Largest padded number of tokens on either side of a batch.
+        tokens_per_batch: Largest number of tokens on either side of a batch.
         processes: Number of processes.
         fewest: Smallest number of batches of a process in a full step.
         most: Largest number.

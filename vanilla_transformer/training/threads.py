@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
 
 
-def run(function: Callable[..., None], count: int, *arguments) -> None:
+def run_in_threads(function: Callable[..., None], count: int, *arguments) -> None:
     """Call a function with ranges that make up `count`.
 
     Args:
@@ -18,8 +18,14 @@ def run(function: Callable[..., None], count: int, *arguments) -> None:
     """
     num_threads = max(min(torch.get_num_threads(), count), 1)
     bounds = [count * i // num_threads for i in range(num_threads + 1)]
-    others = [_pool().submit(function, *arguments, *bounds[i : i + 2]) for i in range(1, num_threads)]
-    function(*arguments, *bounds[:2])
+    others: list[Future] = []
+    try:
+        for i in range(1, num_threads):
+            others.append(_pool().submit(function, *arguments, *bounds[i : i + 2]))
+        function(*arguments, *bounds[:2])
+    finally:
+        # They use memory that the caller may free.
+        wait(others)
     for other in others:
         other.result()
 
