@@ -36,6 +36,7 @@ _ARCHITECTURE = (
 )
 # Options that say how weights were reached; none of them names a file.
 _OPTIONS = (
+    "batching",
     "tokens_per_update",
     "tokens_per_batch",
     "max_length",
