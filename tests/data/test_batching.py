@@ -264,7 +264,7 @@ def test_the_parts_of_a_random_batch_are_padded_little_and_hold_it_once():
     for batch in batches:
         parts = plan.parts(batch)
         assert np.array_equal(np.sort(np.concatenate(parts)), np.sort(batch))
-        real, padded = plan.tokens(batch)
+        real, padded = plan.tokens(batch), plan.padded_tokens(batch)
         assert real == plan.source_lengths[batch].sum() + plan.target_lengths[batch].sum()
         in_parts += padded - real
         whole += len(batch) * int(plan.source_lengths[batch].max() + plan.target_lengths[batch].max()) - real

@@ -27,7 +27,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerTokenizer
 from vanilla_transformer.cli import train as verb
-from vanilla_transformer.data.batching import TokenBatches, Update
+from vanilla_transformer.data.batching import RandomBatches, TokenBatches, Update
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.checkpoints import list_checkpoints, update_of
 from vanilla_transformer.training.engine import TrainingRun, train
@@ -197,6 +197,23 @@ def test_the_journal_begins_with_the_initial_weights_and_follows_the_papers_sche
                 real, padded = real + sum(lengths.tolist()), padded + max(lengths.tolist()) * len(batch)
         assert record["fill_rate"] == pytest.approx(real / padded) and 0.5 < record["fill_rate"] <= 1.0
         assert record["epoch"] == record["update"] / UPDATES_PER_EPOCH
+
+
+def test_random_batches_are_cut_into_parts_once(make_options, tmp_path, monkeypatch):
+    cut = []
+
+    def parts(self, batch, parts=RandomBatches.parts):
+        cut.append(tuple(batch))
+        return parts(self, batch)
+
+    monkeypatch.setattr(RandomBatches, "parts", parts)
+    run = make_run(make_options(tmp_path / "plan", batching="random"))
+    assert not cut
+    updates = run.batches.updates(0)
+    train_anew(make_options(tmp_path / "run", batching="random", max_updates=2, valid_files=()))
+    # Of the whole epoch for the run's record, and when each is computed.
+    batches = [tuple(batch) for update in [*updates, *updates[:2]] for batch in update.batches]
+    assert sorted(cut) == sorted(batches)
 
 
 def test_a_record_is_the_mean_over_the_tokens_since_the_last_one(make_options, tmp_path):

@@ -1,5 +1,6 @@
 """Tests of training without padding: the same losses and gradients as with it."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,8 +9,10 @@ import torch
 from runs import make_run, records_of, train_anew
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.data.batching import RandomBatches
 from vanilla_transformer.data.collation import collate, pack
 from vanilla_transformer.training import kernels
+from vanilla_transformer.training.estimation import dry_run
 from vanilla_transformer.training.fusion import fuse_operations
 from vanilla_transformer.training.loss import SmoothedTranslationLoss
 from vanilla_transformer.training.packing import can_pack
@@ -147,6 +150,18 @@ def test_a_run_packs_where_it_can_and_pads_where_it_cannot(make_options, tmp_pat
         assert fill_rates == {1.0} if packs or batching == "random" else max(fill_rates) < 1.0
         losses.append([record["loss"] for record in records])
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_padding_that_is_not_computed_is_not_counted(make_options, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("Packed batches have no padding.")
+
+    monkeypatch.setattr(RandomBatches, "parts", refuse)
+    options = make_options(tmp_path, batching="random", max_updates=2, **PACKABLE)
+    train_anew(options)
+    assert {record["fill_rate"] for record in records_of(tmp_path, "train")} == {1.0}
+    assert json.loads((tmp_path / "run.json").read_text())["fill_rate"] == 1.0
+    assert dry_run(options)["share of tokens that are not padding"] == 1.0
 
 
 def test_recomputed_layers_give_the_same_run(make_options, tmp_path):

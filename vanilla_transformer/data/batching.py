@@ -143,19 +143,25 @@ class TokenBatches:
         """What of a batch is padded together."""
         return [batch]
 
-    def tokens(self, batch: np.ndarray) -> tuple[int, int]:
-        """Number of tokens of a batch, both sides together: without padding, and with it."""
-        real = padded = 0
-        for part in self.parts(batch):
-            for lengths in (self.source_lengths[part], self.target_lengths[part]):
-                real += int(lengths.sum())
-                padded += int(lengths.max()) * len(part)
-        return real, padded
+    def tokens(self, batch: np.ndarray) -> int:
+        """Number of tokens of a batch, both sides together, without padding."""
+        return sum(int(lengths[batch].sum()) for lengths in (self.source_lengths, self.target_lengths))
+
+    def padded_tokens(self, batch: np.ndarray) -> int:
+        """Number of tokens of a batch, both sides together, with its padding."""
+        return sum(
+            int(lengths[part].max()) * len(part)
+            for part in self.parts(batch)
+            for lengths in (self.source_lengths, self.target_lengths)
+        )
 
     def fill_rate(self, batches: Iterable[np.ndarray]) -> float:
         """Share of the tokens of these batches that are not padding, both sides together, 0 to 1."""
-        real, padded = np.sum([self.tokens(batch) for batch in batches], axis=0)
-        return float(real / padded)
+        real = padded = 0
+        for batch in batches:
+            real += self.tokens(batch)
+            padded += self.padded_tokens(batch)
+        return real / padded
 
     def _sort(self, pairs: np.ndarray) -> None:
         """Sort pairs by target and source length in place; pairs of equal lengths keep their order."""

@@ -42,22 +42,29 @@ class EpochPlan:
         self._updates: Updates | None = None
         self._updates_per_epoch: int | None = None
 
+    def begin(self) -> None:
+        """Plan the current epoch, where it is not yet planned; processes may have to wait for one another."""
+        if self._updates is None:
+            self._begin(self._epoch, self._done_before)
+        if self._updates_per_epoch is None:
+            self._updates_per_epoch = len(self._updates)
+
     @property
     def updates_per_epoch(self) -> int:
         """Number of updates of the first epoch, and of all if the corpus does not change."""
-        self._ensure()
+        self.begin()
         return self._updates_per_epoch
 
     @property
     def batches(self) -> TokenBatches:
         """The batches, by the lengths of the current epoch."""
-        self._ensure()
+        self.begin()
         return self._batches
 
     @property
     def fill_rate(self) -> float:
         """Share of the tokens of the current epoch that are not padding."""
-        self._ensure()
+        self.begin()
         return self._batches.fill_rate(batch for update in self._updates for batch in update.batches)
 
     def update(self, done: int) -> Update:
@@ -69,7 +76,7 @@ class EpochPlan:
         Returns:
             The update.
         """
-        self._ensure()
+        self.begin()
         while done >= self._done_before + len(self._updates):
             self._begin(self._epoch + 1, self._done_before + len(self._updates))
         return self._updates[done - self._done_before]
@@ -93,12 +100,6 @@ class EpochPlan:
         """Continue where `state` says."""
         self._epoch, self._done_before, self._updates = state["epoch"], state["done_before"], None
         self._updates_per_epoch = state["updates_per_epoch"]
-
-    def _ensure(self) -> None:
-        if self._updates is None:
-            self._begin(self._epoch, self._done_before)
-        if self._updates_per_epoch is None:
-            self._updates_per_epoch = len(self._updates)
 
     def _begin(self, epoch: int, done_before: int) -> None:
         # The old epoch's lengths and order make room for the new one's.

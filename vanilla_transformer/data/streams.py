@@ -170,13 +170,13 @@ class StreamPlan:
     @property
     def batches(self) -> TokenBatches:
         """The batches, by the lengths of the current window."""
-        self._ensure()
+        self.begin()
         return self._plan
 
     @property
     def fill_rate(self) -> float:
         """Share of the tokens of the current window that are not padding."""
-        self._ensure()
+        self.begin()
         return self._plan.fill_rate(self._window_batches)
 
     def update(self, done: int) -> Update:
@@ -191,7 +191,7 @@ class StreamPlan:
         Raises:
             UserError: The stream cannot be read, or the window is too small for one update.
         """
-        self._ensure()
+        self.begin()
         while done >= self._done_before + len(self._updates):
             self._done_before += len(self._updates)
             rest = self._window_batches[len(self._updates) * self._budget["batches_per_update"] :]
@@ -218,7 +218,8 @@ class StreamPlan:
         self.corpus.load(folder)
         self._begin()
 
-    def _ensure(self) -> None:
+    def begin(self) -> None:
+        """Fill the first window and plan its updates, where that is not yet done."""
         if self._plan is None:
             self.corpus.move(())
             self._begin()

@@ -144,14 +144,13 @@ class TrainingRun:
         )
         checkpoint, skipped = self._resume() if options.resume else (None, 0)
         # Here, where all processes come by: the beginning of an epoch may make them wait for one another.
-        fill_rate = self.plan.fill_rate
+        self.plan.begin()
         self.num_updates = options.max_updates
         if options.max_epochs is not None:
             self.num_updates = min(self.num_updates, options.max_epochs * self.plan.updates_per_epoch)
         loss = SmoothedTranslationLoss(self.model, options.label_smoothing, options.smoothed_entries)
         self.loss = distribute(loss.to(accelerator.device), accelerator)
         self.packs = not is_sharded(self.model) and can_pack(self.model, options, accelerator.device)
-        self.fill_rate = 1.0 if self.packs else fill_rate
         optimizer = torch.optim.Adam(
             self.model.parameters(),
             lr=0.0,
@@ -197,6 +196,11 @@ class TrainingRun:
     def batches(self) -> TokenBatches:
         """The batches of the epoch, or of the window of a stream."""
         return self.plan.batches
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the tokens of the epoch, or of the window of a stream, that are not padding."""
+        return 1.0 if self.packs else self.plan.fill_rate
 
     def run(self) -> TrainingResult:
         """Train to the end, or until a signal, and write the result."""
@@ -247,10 +251,11 @@ class TrainingRun:
             number = self.update + 1
             planned = self.plan.update(self.update)
             sums = self.step(planned, number)
-            sums, self.stop = self._exchange(sums, self._wish_to_stop(number))
+            sums, computed_tokens, self.stop = self._exchange(sums, self._wish_to_stop(number))
             self._watch_loss(planned, number, float(sums[0]) / planned.num_target_tokens)
+            pairs = np.concatenate(planned.batches)
             flops = self._model_flops.of(planned.batches, self.data.train)
-            self._window.add(planned, sums, self._tokens(planned), flops)
+            self._window.add(planned, sums, (self.batches.tokens(pairs), computed_tokens), flops)
             self.update = number
             progress.update()
             if number % options.log_every == 0 or number == self.num_updates:
@@ -279,11 +284,6 @@ class TrainingRun:
                 f"{self.selection.reference:.4f}; training stops after {self.update:,} updates.",
                 file=sys.stderr,
             )
-
-    def _tokens(self, update: Update) -> tuple[int, int]:
-        """Number of an update's tokens, both sides together, and how many are computed with padding."""
-        real, padded = np.sum([self.batches.tokens(batch) for batch in update.batches], axis=0).tolist()
-        return real, real if self.packs else padded
 
     def _watch_loss(self, update: Update, number: int, loss: float) -> None:
         if self._watch.see(loss, math.log(self.model.config.vocab_size)):
@@ -392,13 +392,16 @@ class TrainingRun:
             raise KeyboardInterrupt
         self._received = number
 
-    def _exchange(self, sums: torch.Tensor, stop: int) -> tuple[torch.Tensor, int]:
-        """Sum losses over the processes, and take the largest of their wishes to stop, in one message."""
+    def _exchange(self, sums: torch.Tensor, stop: int) -> tuple[torch.Tensor, int, int]:
+        """Sum losses and computed tokens over the processes, and take the largest of their wishes to stop."""
+        computed_tokens = self.optimiser_step.computed_tokens
         if self.accelerator.num_processes == 1:
-            return sums, stop
-        message = torch.tensor([*sums.tolist(), stop], dtype=torch.float64, device=self.accelerator.device)
-        messages = self.accelerator.gather(message).cpu().view(-1, 3)
-        return messages[:, :2].sum(dim=0), int(messages[:, 2].max())
+            return sums, computed_tokens, stop
+        # One message for all three.
+        values = [*sums.tolist(), computed_tokens, stop]
+        message = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        messages = self.accelerator.gather(message).cpu().view(-1, 4)
+        return messages[:, :2].sum(dim=0), int(messages[:, 2].sum()), int(messages[:, 3].max())
 
     def _write_checkpoint_files(
         self, folder: Path, state: dict, model: PreTrainedModel, tensors: dict[str, dict[str, torch.Tensor]]

@@ -35,7 +35,7 @@ def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
         data = prepare(options, options.cache_dir or Path(folder))
         run = TrainingRun(options, accelerator, data, None)
         batches = run.batches.batches(0)
-        largest = max(batches, key=lambda batch: run.batches.tokens(batch)[0 if run.packs else 1])
+        largest = max(batches, key=run.batches.tokens if run.packs else run.batches.padded_tokens)
         sample = [largest, *batches[:3]]
         seconds, tokens = [], []
         for number, batch in enumerate(sample, start=1):

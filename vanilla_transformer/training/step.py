@@ -37,6 +37,8 @@ class OptimiserStep:
 
     Attributes:
         gradient_norm: Euclidean norm of the last step's gradient, before it was clipped.
+        computed_tokens: Number of tokens of this process's share of the last step, both sides together, as they were
+            computed: with padding, where there is any.
         skipped: Number of steps that left the weights alone, because gradients overflowed in float16.
     """
 
@@ -59,6 +61,7 @@ class OptimiserStep:
         self.parts = parts
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradient_norm = 0.0
+        self.computed_tokens = 0
         self.skipped = 0
 
     def __call__(self, update: Update, number: int, learning_rate: float) -> torch.Tensor:
@@ -134,7 +137,7 @@ class OptimiserStep:
         self.loss.train()
         share = update.share_of(accelerator.process_index, accelerator.num_processes)
         passes = with_idle_passes(share, update.batches, accelerator.num_processes)
-        losses = []
+        losses, self.computed_tokens = [], 0
         for position, (index, batch, weight) in enumerate(passes):
             last = position == len(passes) - 1
             with (
@@ -143,12 +146,16 @@ class OptimiserStep:
             ):
                 # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
                 torch.manual_seed(_dropout_seed(options.seed, number, index))
+                inputs = self._inputs(batch)
                 with accelerator.autocast():
-                    loss, nll = self.loss(*self._inputs(batch))
+                    loss, nll = self.loss(*inputs)
                 # The reduction of gradients takes the mean over processes.
                 accelerator.backward(loss * (weight * accelerator.num_processes / update.num_target_tokens))
             if weight > 0.0:
                 losses.append(torch.stack([loss.detach(), nll]))
+                self.computed_tokens += sum(
+                    part[side].numel() for part in inputs for side in ("input_ids", "decoder_input_ids")
+                )
         return losses
 
     def _bad_batch(self, update: Update, sums: torch.Tensor) -> np.ndarray | None:
