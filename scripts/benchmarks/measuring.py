@@ -1,4 +1,4 @@
-"""What the training benchmark measures with: clocks, operation counts, memory, the device's own rate."""
+"""What the training benchmark measures with: clocks, memory, the device's own rate."""
 
 import time
 from dataclasses import dataclass, field
@@ -7,11 +7,7 @@ import numpy as np
 import torch
 
 from vanilla_transformer import VanillaTransformerConfig
-
-
-# Orders of the square matrices whose product is timed, and how often each is.
-_ORDERS = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-_REPETITIONS = 5
+from vanilla_transformer.training.utilization import ModelFlops, measure_matrix_rate
 
 
 def synchronize(device: torch.device) -> None:
@@ -73,6 +69,7 @@ class Meter:
 
     def counts(self, config: VanillaTransformerConfig) -> dict[str, float]:
         """What was measured, as plain numbers."""
+        flops = ModelFlops(config)
         sides = [side for batch in self.batches for side in batch]
         real_tokens = sum(int(side.sum()) for side in sides)
         return {
@@ -82,48 +79,14 @@ class Meter:
             "cpu_seconds": self.cpu_seconds,
             "real_tokens": real_tokens,
             "padded_tokens": sum(int(side.max()) * len(side) for side in sides) if self.padded else real_tokens,
-            "operations": sum(operations(config, *batch) for batch in self.batches),
+            "operations": sum(flops.of(*batch) for batch in self.batches),
         }
 
 
-def operations(config: VanillaTransformerConfig, source: np.ndarray, target: np.ndarray) -> float:
-    """Floating-point operations that one training step on these sentences needs, padding excluded.
-
-    Matrices cost 6 operations for each of their entries and tokens (2 forward, 4 backward), the products of attention
-    6 for each channel of each pair of positions that may see each other, once for scores and once for values.
-
-    Args:
-        config: Dimensions of the model, with d_k = d_v = d_model / heads.
-        source: Source lengths.
-        target: Target lengths.
-    """
-    width = config.d_model
-    source, target = source.astype(np.float64), target.astype(np.float64)
-    encoder = config.encoder_layers * (4 * width**2 + 2 * width * config.encoder_ffn_dim)
-    of_source = encoder + config.decoder_layers * 2 * width**2
-    decoder = config.decoder_layers * (6 * width**2 + 2 * width * config.decoder_ffn_dim)
-    of_target = decoder + width * config.decoder_vocab_size
-    matrices = of_source * source.sum() + of_target * target.sum()
-    positions = config.encoder_layers * (source**2).sum()
-    positions += config.decoder_layers * ((target * (target + 1) / 2).sum() + (source * target).sum())
-    return 6.0 * float(matrices + 2 * width * positions)
-
-
-def product_rate(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The best rate of several large matrix products, in operations per second of wall time and of CPU time."""
-    best = {"wall": 0.0, "cpu": 0.0}
-    for order in _ORDERS[device.type]:
-        left = torch.randn(order, order, device=device).to(dtype)
-        right = torch.randn(order, order, device=device).to(dtype)
-        torch.mm(left, right)
-        for _ in range(_REPETITIONS):
-            synchronize(device)
-            started = _clocks()
-            torch.mm(left, right)
-            synchronize(device)
-            for clock, seconds in zip(best, _since(started), strict=True):
-                best[clock] = max(best[clock], 2.0 * order**3 / seconds)
-    return best
+def matrix_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """The rate of large matrix products now, in operations per second of wall time and of CPU time."""
+    clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+    return {name: measure_matrix_rate(device, dtype, clock) for name, clock in clocks.items()}
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:

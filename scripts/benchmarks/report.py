@@ -30,17 +30,17 @@ def names_of(measurements: list[dict]) -> list[str]:
     return sorted(names, key=lambda name: (not name.startswith("engine"), name))
 
 
-def best_product_rates(measurements: list[dict], clock: str) -> dict[str, float]:
+def best_matrix_rates(measurements: list[dict], clock: str) -> dict[str, float]:
     """The highest rate of matrix products that was seen in each precision, per second of `wall` or `cpu` time."""
     best: dict[str, float] = {}
     for measured in measurements:
         precision = measured["precision"]
-        best[precision] = max(best.get(precision, 0.0), measured["product_rate"][clock])
+        best[precision] = max(best.get(precision, 0.0), measured["matrix_rate"][clock])
     return best
 
 
 def summarise(measurements: list[dict], memory: dict[str, int | None]) -> dict[str, dict]:
-    """Median and range of each variant's rates, and its shares of real tokens and of the device's rate."""
+    """Median and range of each variant's rates, its share of real tokens and its model FLOPs utilisation."""
     summary = {}
     for name in names_of(measurements):
         mine = [measured for measured in measurements if measured["variant"] == name]
@@ -52,8 +52,8 @@ def summarise(measurements: list[dict], memory: dict[str, int | None]) -> dict[s
         for clock in CLOCKS:
             row[f"tokens_per_{clock}_second"] = spread([rate(measured, clock) for measured in mine])
             done = spread([measured["operations"] / measured[f"{clock}_seconds"] for measured in mine])
-            possible = best_product_rates(measurements, clock)[mine[0]["precision"]]
-            row[f"share_of_products_per_{clock}_second"] = done["median"] / possible
+            possible = best_matrix_rates(measurements, clock)[mine[0]["precision"]]
+            row[f"model_flops_utilization_per_{clock}_second"] = done["median"] / possible
         summary[name] = row
     return summary
 
@@ -78,9 +78,9 @@ def ratios(measurements: list[dict]) -> dict[str, dict[str, dict]]:
 def print_tables(setting: Setting, summary: dict[str, dict], measurements: list[dict]) -> None:
     """Print rates and ratios of one setting."""
     clock = "wall" if setting.device == "cuda" else "cpu"
-    for precision, best in best_product_rates(measurements, clock).items():
+    for precision, best in best_matrix_rates(measurements, clock).items():
         print(f"Matrix products in {precision}: {best / 1e9:,.0f} GFLOP/s of {clock} time.")
-    rows = [("variant", "parameters", "tokens/s", "range", "tokens/CPU-s", "range", "fill", "of products", "memory")]
+    rows = [("variant", "parameters", "tokens/s", "range", "tokens/CPU-s", "range", "fill", "MFU", "memory")]
     for name, row in summary.items():
         memory = row["peak_memory"]
         rows.append(
@@ -90,7 +90,7 @@ def print_tables(setting: Setting, summary: dict[str, dict], measurements: list[
                 *cells(row["tokens_per_wall_second"], ",.0f"),
                 *cells(row["tokens_per_cpu_second"], ",.0f"),
                 f"{row['fill_rate']:.1%}",
-                f"{row[f'share_of_products_per_{clock}_second']:.1%}",
+                f"{row[f'model_flops_utilization_per_{clock}_second']:.1%}",
                 "" if memory is None else f"{memory / 2**30:.2f} GiB",
             )
         )

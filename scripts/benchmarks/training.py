@@ -2,8 +2,10 @@
 
 All variants train the same dimensions on the same text with the same vocabulary. They take turns, several rounds in
 random order, in one process (or, with --separate, in one process each), pinned to as many cores as they have threads.
-Large tensors lie in huge pages for all, as `train` has them. Rates count source and target tokens without padding. On
-CPUs ratios of CPU time are the ones to trust: they do not depend on what else the machine does.
+Large tensors lie in huge pages for all, as `train` has them. Rates count source and target tokens without padding. MFU
+is the model FLOPs utilisation that `vanilla_transformer/training/utilization.py` defines, against the highest rate of
+matrix products that was measured, by CPU time on CPUs. On CPUs ratios of CPU time are the ones to trust: they do not
+depend on what else the machine does.
 """
 
 import argparse

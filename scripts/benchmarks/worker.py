@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring import Meter, count_parameters, current_memory, peak_memory, product_rate
+from measuring import Meter, count_parameters, current_memory, matrix_rates, peak_memory
 from transformers.utils import logging
 from variants import LABEL_SMOOTHING, VARIANTS, Task, own_accelerate
 
@@ -129,7 +129,7 @@ class Bench:
             **meter.counts(self.task.config),
             "memory_before": before,
             "peak_memory": peak,
-            "product_rate": product_rate(self.device, _DTYPES[variant.precision]),
+            "matrix_rate": matrix_rates(self.device, _DTYPES[variant.precision]),
         }
 
 

@@ -14,6 +14,7 @@ from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.kernels import why_no_kernels
 from vanilla_transformer.training.loss import SmoothedTranslationLoss
 from vanilla_transformer.training.preparation import prepare
+from vanilla_transformer.training.utilization import ModelFlops
 
 
 BENCHMARKS = Path(__file__).parents[2] / "scripts" / "benchmarks"
@@ -24,6 +25,7 @@ VARIANT_KINDS = ("engine", "trainer", "marian", "torch")
 sys.path.insert(0, str(BENCHMARKS))
 try:
     import measuring
+    import report
     import training
     import variants
 finally:
@@ -127,7 +129,8 @@ def test_an_epoch_is_the_same_text_for_every_variant(make_task, name):
     variant.train(meter, seed=0)
     counts = meter.counts(task.config)
     assert (counts["updates"], counts["pairs"], counts["real_tokens"]) == (num_updates, len(corpus), num_real)
-    needed = measuring.operations(task.config, corpus.source_lengths, corpus.target_lengths)
+    # What the journal counts of the same text.
+    needed = ModelFlops(task.config).of(corpus.source_lengths, corpus.target_lengths)
     assert counts["operations"] == pytest.approx(needed)
     assert counts["real_tokens"] < counts["padded_tokens"]
     assert counts["cpu_seconds"] > 0.0
@@ -156,18 +159,31 @@ def test_models_differ_in_biases_alone(make_task):
     assert counts[0]["biases"] < counts[1]["biases"]
 
 
-def test_operations_are_those_of_the_products(make_task):
+def test_operations_are_those_of_a_peers_products(make_task):
     task = make_task()
     loop = variants.MarianLoop(task, "fp32", attention="eager")
+    meter = measuring.Meter(task.device, warmup=1, seconds=0.0, updates=1)
     source, target = np.full(3, 7), np.full(3, 5)
     loop.sources = [np.arange(7)] * 3
     loop.targets = [np.arange(5)] * 3
     with FlopCounterMode(display=False) as counter:
         loop.loss(loop.inputs(np.arange(3))).backward()
-    # Eager attention also computes the scores that the causal mask discards.
-    config = task.config
-    discarded = 3 * config.decoder_layers * 5 * 4 / 2 * 12 * config.d_model
-    assert measuring.operations(config, source, target) == counter.get_total_flops() - discarded
+    meter.batches.append((source, target))
+    assert meter.counts(task.config)["operations"] == counter.get_total_flops()
+
+
+def test_the_utilisation_is_the_operations_over_the_best_rate_of_matrix_products():
+    measured = {
+        "variant": "engine-bf16", "precision": "bf16", "parameters": {"matrices": 1}, "real_tokens": 10,
+        "padded_tokens": 10, "operations": 600.0, "wall_seconds": 3.0, "cpu_seconds": 2.0,
+    }  # fmt: skip
+    measurements = [
+        measured | {"round": number, "matrix_rate": {"wall": rate, "cpu": 2 * rate}}
+        for number, rate in enumerate((400.0, 500.0))
+    ]
+    row = report.summarise(measurements, {"engine-bf16": None})["engine-bf16"]
+    assert row["model_flops_utilization_per_wall_second"] == pytest.approx(600.0 / 3.0 / 500.0)
+    assert row["model_flops_utilization_per_cpu_second"] == pytest.approx(600.0 / 2.0 / 1000.0)
 
 
 def test_command_line(tmp_path):

@@ -190,7 +190,7 @@ class TrainingRun:
             average=self.average,
             evaluation=evaluation,
         )
-        self._model_flops = ModelFlops(self.model)
+        self._model_flops = ModelFlops(self.model.config)
 
     @property
     def batches(self) -> TokenBatches:
@@ -254,7 +254,7 @@ class TrainingRun:
             sums, computed_tokens, self.stop = self._exchange(sums, self._wish_to_stop(number))
             self._watch_loss(planned, number, float(sums[0]) / planned.num_target_tokens)
             pairs = np.concatenate(planned.batches)
-            flops = self._model_flops.of(planned.batches, self.data.train)
+            flops = self._model_flops.of(self.data.train.source_lengths[pairs], self.data.train.target_lengths[pairs])
             self._window.add(planned, sums, (self.batches.tokens(pairs), computed_tokens), flops)
             self.update = number
             progress.update()

@@ -1,66 +1,62 @@
 """How much of what a device can do goes into the model: model FLOPs utilisation, against a measured rate.
 
-Chowdhery et al. (2022, PaLM, appendix B) divide the floating-point operations that the model needs, not those that
-were done, by what the hardware can do in the same time. A matrix of n weights takes 2 n operations a token forwards
-and 4 n backwards; attention adds 2 (d_k + d_v) a head, a layer and a pair of positions forwards and twice as many
-backwards. Embedding look-ups, normalisation, softmax and recomputation do not count, nor does padding. Their
-denominator is the data sheet's; this one is the rate of a large matrix product on the device, in the type that the run
-computes in.
+The journal and `scripts/benchmarks/training.py` both count as Chowdhery et al. (2022, PaLM, appendix B): the
+floating-point operations of the matrix products that one forward and one backward pass over the real tokens need,
+divided by what the device could do in the same time. Counted are
+
+- 2 operations for each entry of a matrix and each token that it multiplies, and 4 backwards; the output projection is
+  such a matrix, a look-up of embeddings is not;
+- 2 (d_k + d_v) for each head, layer and pair of a query and a key, and twice as many backwards. Pairs that the
+  decoder's causal mask discards count too, as in PaLM.
+
+Padding, recomputation, normalisation, softmax, dropout, the loss and the optimiser do not count. Where PaLM divides by
+the rate on the data sheet, this divides by a measured one: that of large matrix products in the type that the run
+computes in (`measure_matrix_rate`).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from vanilla_transformer.data.encoding import EncodedCorpus
+from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 
 
 _MEASURED_SECONDS = 0.2
 
 
 class ModelFlops:
-    """Counts the floating-point operations of training on batches.
+    """Counts the floating-point operations of training on pairs of sentences.
 
     Args:
-        model: The model.
+        config: Dimensions of the model.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        config = model.config
-        matrices = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.ndim == 2}
-        layers = {name: size for name, size in matrices.items() if ".layers." in name}
-        # The decoder's second attention projects its keys and values from the encoder's output.
-        of_source = [
-            name
-            for name in layers
-            if ".encoder.layers." in name or ".encoder_attn.k_proj." in name or ".encoder_attn.v_proj." in name
-        ]
-        self.source_weights = sum(layers[name] for name in of_source)
-        self.target_weights = sum(layers.values()) - self.source_weights + model.lm_head.weight.numel()
+    def __init__(self, config: VanillaTransformerConfig):
+        width = config.d_model
         # Without widths of their own, the heads share d_model.
-        self.encoder_attention, self.decoder_attention = (
-            num_layers * sum(heads * width if width else config.d_model for width in (config.d_k, config.d_v))
-            for num_layers, heads in (
-                (config.encoder_layers, config.encoder_attention_heads),
-                (config.decoder_layers, config.decoder_attention_heads),
-            )
+        encoder_channels, decoder_channels = (
+            sum(heads * own if own else width for own in (config.d_k, config.d_v))
+            for heads in (config.encoder_attention_heads, config.decoder_attention_heads)
         )
+        encoder_layer = width * (2 * encoder_channels + 2 * config.encoder_ffn_dim)
+        # Two attentions, the second of which projects its keys and values from the encoder's output.
+        decoder_layer = width * (3 * decoder_channels + 2 * config.decoder_ffn_dim)
+        self.source_weights = config.encoder_layers * encoder_layer + config.decoder_layers * width * decoder_channels
+        self.target_weights = config.decoder_layers * decoder_layer + width * config.decoder_vocab_size
+        self.encoder_attention = config.encoder_layers * encoder_channels
+        self.decoder_attention = config.decoder_layers * decoder_channels
 
-    def of(self, batches: Sequence[np.ndarray], corpus: EncodedCorpus) -> float:
-        """Operations of one forward and backward pass over each batch, padding left out.
+    def of(self, source_lengths: np.ndarray, target_lengths: np.ndarray) -> float:
+        """Operations of one forward and one backward pass.
 
         Args:
-            batches: Pair numbers of each batch.
-            corpus: Corpus of the pairs.
+            source_lengths: Number of tokens of each source, `</s>` included [num_pairs].
+            target_lengths: The same of each target [num_pairs].
         """
-        pairs = np.concatenate(batches)
-        source, target = (
-            lengths[pairs].astype(np.float64) for lengths in (corpus.source_lengths, corpus.target_lengths)
-        )
+        source, target = source_lengths.astype(np.float64), target_lengths.astype(np.float64)
         products = self.source_weights * source.sum() + self.target_weights * target.sum()
         attention = self.encoder_attention * (source**2).sum()
         attention += self.decoder_attention * (target**2 + source * target).sum()
@@ -69,11 +65,19 @@ class ModelFlops:
 
 @cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure how fast the device multiplies large matrices.
+    """`measure_matrix_rate` by the wall clock, once in a process."""
+    return measure_matrix_rate(device, dtype)
+
+
+def measure_matrix_rate(
+    device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Measure how fast the device multiplies large square matrices: of order 1,024 on CPUs, 8,192 elsewhere.
 
     Args:
         device: The device.
         dtype: Type of the matrices.
+        clock: Tells seconds: `time.perf_counter`, or `time.process_time` for those of all threads.
 
     Returns:
         Floating-point operations a second, the fastest of the products within a fifth of a second.
@@ -86,8 +90,8 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     synchronize()
     seconds, end = [], time.perf_counter() + _MEASURED_SECONDS
     while not seconds or time.perf_counter() < end:
-        started = time.perf_counter()
+        started = clock()
         left @ right
         synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(clock() - started)
     return 2.0 * size**3 / min(seconds)
