@@ -7,6 +7,7 @@ from tiny_models import (
     PAD,
     SOURCES,
     TARGETS,
+    assert_same_numbers,
     batch_of,
     build,
     padded,
@@ -65,6 +66,14 @@ def encoder_of(model: nn.Module) -> nn.Module:
     return getattr(model, "model", model).encoder
 
 
+def assert_same_weights(actual: nn.Module, expected: nn.Module) -> None:
+    """Bit for bit, under the same names."""
+    weights = expected.state_dict()
+    assert actual.state_dict().keys() == weights.keys()
+    for name, tensor in actual.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ENCODER_HEADS)
 def test_an_encoder_moves_between_translation_and_heads(name, layout, tmp_path):
@@ -77,9 +86,10 @@ def test_an_encoder_moves_between_translation_and_heads(name, layout, tmp_path):
     assert report["missing_keys"] == (set() if tied else own)
     assert not report["mismatched_keys"] and not report["error_msgs"] and not report["unexpected_keys"]
     assert not (head.config.is_encoder_decoder or head.config.is_decoder)
+    assert_same_weights(encoder_of(head), translation.model.encoder)
     with torch.no_grad():
         expected = translation.model.encoder(**source()).last_hidden_state
-        assert torch.equal(encoder_of(head.eval())(**source()).last_hidden_state, expected)
+        assert_same_numbers(encoder_of(head.eval())(**source()).last_hidden_state, expected)
 
     # Back: what the encoder learned in the meantime arrives, and the decoder's values are reported as missing.
     with torch.no_grad():
@@ -91,8 +101,9 @@ def test_an_encoder_moves_between_translation_and_heads(name, layout, tmp_path):
     assert back.config.is_encoder_decoder
     assert not report["mismatched_keys"] and not report["error_msgs"]
     assert report["unexpected_keys"] <= own
+    assert_same_weights(back.model.encoder, encoder_of(head))
     with torch.no_grad():
-        assert torch.equal(back.eval().model.encoder(**source()).last_hidden_state, learned)
+        assert_same_numbers(back.eval().model.encoder(**source()).last_hidden_state, learned)
     initialised = {key for key in report["missing_keys"] if not key.startswith("model.decoder.")}
     assert initialised <= {"lm_head.weight", "final_logits_bias"}
     saved = load_file(tmp_path / "head" / "model.safetensors").keys()
@@ -150,8 +161,9 @@ def test_language_models_load_bitwise_and_resize_with_their_ties(kind, tied, tmp
     for each in (model, loaded):
         assert each.get_output_embeddings().weight.shape == (35, 24)
         assert (each.get_output_embeddings().weight is each.get_input_embeddings().weight) == tied
+    assert_same_weights(loaded, model)
     with torch.no_grad():
-        assert torch.equal(loaded(**source()).logits, model(**source()).logits)
+        assert_same_numbers(loaded(**source()).logits, model(**source()).logits)
 
 
 @pytest.mark.parametrize("kind", [VanillaTransformerForCausalLM, VanillaTransformerForMaskedLM])
