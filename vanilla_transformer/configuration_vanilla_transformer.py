@@ -12,8 +12,9 @@ from transformers.configuration_utils import PreTrainedConfig
 class VanillaTransformerConfig(PreTrainedConfig):
     r"""Validated hyper-parameters of a `VanillaTransformer` model.
 
-    The defaults are the paper's base model as printed (Table 3, first row). Where the text is silent, they follow the
-    authors' code of June 2017; other systems' choices are options.
+    The defaults are the paper's base model as printed (Table 3, first row). Its text is silent about the layer
+    normalisation's epsilon and the initial values, which are those of the authors' code of June 2017, and about the
+    first decoder input, for which that code has a vector of zeros. Other systems' choices are options.
 
     Args:
         vocab_size: Number of entries of the vocabulary shared by both languages, at least 1.
@@ -31,8 +32,8 @@ class VanillaTransformerConfig(PreTrainedConfig):
         activation_function: Name of the feed-forward activation; the paper's Eq. 2 is `relu`.
         dropout: Dropout probability $P_{drop}$ on every sub-layer output and on the sums of embeddings and positions
             (§5.4), in [0, 1).
-        attention_dropout: Dropout probability on the attention weights, in [0, 1). The paper has none; tensor2tensor
-            added it later.
+        attention_dropout: Dropout probability on the attention weights, in [0, 1). The paper's text has none, the
+            authors' code of June 2017 has 0 in its base model, and 0.1 from October 2017 on.
         activation_dropout: Dropout probability after the feed-forward activation, in [0, 1). As above.
         classifier_dropout: Dropout probability before the linear maps that classify texts or tokens, in [0, 1).
         position_embedding_type: `sinusoidal` (§3.5), for which no length limit exists, or `learned` (Table 3, row E).
@@ -57,7 +58,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         pad_token_id: Id of `<pad>`.
         bos_token_id: Id of `<s>`.
         eos_token_id: Id of `</s>`, which ends sources and targets, or a list of ids that end targets.
-        decoder_start_token_id: Id that the decoder starts from.
+        decoder_start_token_id: Id that the decoder starts from, `<s>` by default.
         **kwargs: Options that every `PreTrainedConfig` has.
 
     Raises:

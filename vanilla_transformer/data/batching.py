@@ -84,8 +84,8 @@ class TokenBatches:
     """The batches of every epoch, a function of the lengths, the budget, the seed and the epoch alone.
 
     A batch of B pairs holds B times its longest source, and B times its longest target, at most `tokens_per_batch`
-    tokens each, padding included; the paper counts 25,000 on each side of an update (§5.1). Pairs are sorted by length
-    with ties in random order, cut into batches, and the batches are shuffled.
+    tokens each, padding included; the paper's updates have approximately 25,000 on each side (§5.1). Pairs are sorted
+    by length with ties in random order, cut into batches, and the batches are shuffled.
 
     Args:
         source_lengths: Number of tokens of each source [num_pairs].
