@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.presets import PAPER, PROVENANCE, SIZES, SMALL
+from vanilla_transformer.presets import PAPER, PROVENANCE, SIZES, SMALL, TRAINING_PAPER
+from vanilla_transformer.training.configuration import TrainingOptions
 
 
 def millions(**settings) -> float:
@@ -45,6 +46,8 @@ DISTANCES = {
     "a-32-heads": 0.0,
     "d-dropout-0": 0.0,
     "d-dropout-0.2": 0.0,
+    "d-label-smoothing-0": 0.0,
+    "d-label-smoothing-0.2": 0.0,
 }
 
 
@@ -72,6 +75,50 @@ PRINTED = {
 @pytest.mark.parametrize("preset", PRINTED)
 def test_sizes_are_those_of_table_3(preset):
     assert millions(**PAPER[preset]) == pytest.approx(PRINTED[preset], rel=0.08)
+
+
+# Table 3's rows, blank where they have the base model's value: N, d_model, d_ff, h, d_k, d_v, P_drop, epsilon_ls.
+TABLE_3 = {
+    "base": (6, 512, 2048, 8, 64, 64, 0.1, 0.1),
+    "a-1-head": (None, None, None, 1, 512, 512, None, None),
+    "a-4-heads": (None, None, None, 4, 128, 128, None, None),
+    "a-16-heads": (None, None, None, 16, 32, 32, None, None),
+    "a-32-heads": (None, None, None, 32, 16, 16, None, None),
+    "b-dk-16": (None, None, None, None, 16, None, None, None),
+    "b-dk-32": (None, None, None, None, 32, None, None, None),
+    "c-2-layers": (2, None, None, None, None, None, None, None),
+    "c-4-layers": (4, None, None, None, None, None, None, None),
+    "c-8-layers": (8, None, None, None, None, None, None, None),
+    "c-d-256": (None, 256, None, None, 32, 32, None, None),
+    "c-d-1024": (None, 1024, None, None, 128, 128, None, None),
+    "c-dff-1024": (None, None, 1024, None, None, None, None, None),
+    "c-dff-4096": (None, None, 4096, None, None, None, None, None),
+    "d-dropout-0": (None, None, None, None, None, None, 0.0, None),
+    "d-dropout-0.2": (None, None, None, None, None, None, 0.2, None),
+    "d-label-smoothing-0": (None, None, None, None, None, None, None, 0.0),
+    "d-label-smoothing-0.2": (None, None, None, None, None, None, None, 0.2),
+    "e-learned-positions": (None, None, None, None, None, None, None, None),
+    "big": (6, 1024, 4096, 16, None, None, 0.3, None),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_3)
+def test_every_row_of_table_3_is_a_preset(row):
+    options = TrainingOptions(preset=row)
+    config = VanillaTransformerConfig(**options.model_settings())
+    for side in ("encoder", "decoder"):
+        heads = getattr(config, f"{side}_attention_heads")
+        widths = (config.d_model // heads if width is None else width for width in (config.d_k, config.d_v))
+        layers, ffn_dim = getattr(config, f"{side}_layers"), getattr(config, f"{side}_ffn_dim")
+        found = (layers, config.d_model, ffn_dim, heads, *widths, config.dropout, options.label_smoothing)
+        printed = TABLE_3[row]
+        assert found == tuple(x if y is None else y for x, y in zip(TABLE_3["base"], printed, strict=True))
+    assert config.position_embedding_type == ("learned" if row == "e-learned-positions" else "sinusoidal")
+
+
+def test_the_presets_of_the_paper_are_the_rows_of_table_3():
+    assert PAPER.keys() == TABLE_3.keys()
+    assert TRAINING_PAPER.keys() <= PAPER.keys()
 
 
 def test_sizes_of_the_paper_and_small_ones_do_not_share_names():

@@ -29,13 +29,21 @@ PAPER: dict[str, dict[str, Any]] = {
     "c-dff-4096": {"encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096},
     "d-dropout-0": {"dropout": 0.0},
     "d-dropout-0.2": {"dropout": 0.2},
+    "d-label-smoothing-0": {},
+    "d-label-smoothing-0.2": {},
     "e-learned-positions": {"position_embedding_type": "learned"},
+}
+
+# The training options among those differences.
+TRAINING_PAPER: dict[str, dict[str, Any]] = {
+    "d-label-smoothing-0": {"label_smoothing": 0.0},
+    "d-label-smoothing-0.2": {"label_smoothing": 0.2},
 }
 
 # What other systems chose where the paper is silent or where they left it; applied on top of a size.
 PROVENANCE: dict[str, dict[str, Any]] = {
     # tensor2tensor at commit 3d9c62f2 (15 June 2017), the paper's code. It starts decoding from a zero vector, which
-    # no token id can express.
+    # no token id can express, and adds a learned vector for the target language to the source's embeddings.
     "tensor2tensor-2017": {
         "sinusoidal_layout": "concatenated",
         "sinusoidal_exponent": "tensor2tensor",
@@ -48,6 +56,7 @@ PROVENANCE: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-5,
         "decoder_start_token_id": 2,
     },
+    # `MarianMTModel` of transformers.
     "marian": {
         "sinusoidal_layout": "concatenated",
         "attention_bias": True,
@@ -57,8 +66,8 @@ PROVENANCE: dict[str, dict[str, Any]] = {
     },
 }
 
-# The training options among those choices. tensor2tensor and fairseq leave the label out of the smoothing, Marian does
-# not; for all three padding's entry of the vocabulary is one like any other.
+# The training options among those choices. tensor2tensor and fairseq leave the label out of the smoothing, Marian and
+# the Trainer of transformers do not; for all of them padding's entry of the vocabulary is one like any other.
 TRAINING_PROVENANCE: dict[str, dict[str, Any]] = {
     "tensor2tensor-2017": {"label_smoothing_over": "others"},
     "fairseq": {"label_smoothing_over": "others"},

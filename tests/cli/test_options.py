@@ -8,6 +8,7 @@ import yaml
 
 from vanilla_transformer.cli.options import parse, read_recipe, recipes
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.presets import TRAINING_PAPER
 from vanilla_transformer.training.configuration import TrainingOptions, option
 
 
@@ -342,6 +343,13 @@ def test_the_papers_recipes_are_the_papers(name):
     assert (options.adam_beta1, options.adam_beta2, options.adam_epsilon) == (0.9, 0.98, 1e-9)
     assert (options.num_beams, options.length_penalty) == (4, 0.6)
     assert abs(options.tokens_per_update - 25_000) < 0.05 * 25_000
+
+
+@pytest.mark.parametrize("name", ["base", "big", "multi30k", "quickstart"])
+@pytest.mark.parametrize("preset", TRAINING_PAPER)
+def test_a_preset_wins_over_a_recipe_in_label_smoothing_too(name, preset):
+    options = parse(TrainingOptions, ["--config", name, "--preset", preset], prog="program", summary="")
+    assert options.label_smoothing == TRAINING_PAPER[preset]["label_smoothing"]
 
 
 def test_the_options_that_a_run_writes_are_a_recipe_that_repeats_it(run_folder, corpus, small):

@@ -10,7 +10,7 @@ import yaml
 
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.presets import PROVENANCE, SIZES
+from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PAPER
 from vanilla_transformer.training.configuration import FREE_ON_RESUME, MODEL_OPTIONS, TrainingOptions
 
 
@@ -241,6 +241,16 @@ def test_provenance_decides_over_what_labels_are_smoothed_unless_told():
     }
     for chosen in ("vocabulary", "others"):
         assert options(provenance="fairseq", label_smoothing_over=chosen).smoothed_entries == chosen
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3])
+def test_an_explicit_label_smoothing_wins_over_the_presets(value):
+    for preset in TRAINING_PAPER:
+        assert options(preset=preset).label_smoothing == TRAINING_PAPER[preset]["label_smoothing"]
+        assert options(preset=preset, label_smoothing=value).label_smoothing == value
+        # Also in what a run writes and is repeated by.
+        again = TrainingOptions(**options(preset=preset, label_smoothing=value).as_dict())
+        assert again.label_smoothing == value
 
 
 @pytest.mark.parametrize("preset", SIZES)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PROVENANCE
+from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PAPER, TRAINING_PROVENANCE
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
@@ -88,7 +88,10 @@ class TrainingOptions:
         "Start from the weights of this model, a folder or a name on the Hub; architecture and, without --tokenizer, "
         "vocabulary are then the model's.",
     )
-    preset: str = option("base", "Dimensions of the model: " + ", ".join(SIZES) + ".")
+    preset: str = option(
+        "base",
+        "Dimensions, dropout, positions and label smoothing of a row of Table 3, or tiny: " + ", ".join(SIZES) + ".",
+    )
     provenance: str = option(
         "paper", "Whose choices to follow where systems differ: paper, " + ", ".join(PROVENANCE) + "."
     )
@@ -140,7 +143,9 @@ class TrainingOptions:
     adam_beta1: float = option(0.9, "Adam's decay of the gradient's mean.")
     adam_beta2: float = option(0.98, "Adam's decay of the squared gradient's mean.")
     adam_epsilon: float = option(1e-9, "Adam's epsilon.")
-    label_smoothing: float = option(0.1, "Probability mass spread over the vocabulary.")
+    label_smoothing: float | None = option(
+        None, "Probability mass spread over the vocabulary; default: the preset's, 0.1 unless its name says another."
+    )
     label_smoothing_over: Literal["vocabulary", "others"] | None = option(
         None, "Spread it over the whole vocabulary or over all entries but the label; default: the provenance's."
     )
@@ -194,6 +199,10 @@ class TrainingOptions:
     hub_revision: str | None = option(None, "Branch to publish on; made if it does not exist. Default: main.")
     resume: bool = option(False, "Continue the run in OUTPUT_DIR from its newest checkpoint.")
     dry_run: bool = option(False, "Print size, batches, memory and time of the run, and train nothing.")
+
+    def __post_init__(self):
+        if self.label_smoothing is None:
+            self.label_smoothing = TRAINING_PAPER.get(self.preset, {}).get("label_smoothing", 0.1)
 
     def check(self) -> None:
         """Check every value that can be checked without reading text or building a model.
