@@ -39,7 +39,7 @@ class TranslatorOptions:
         None, "Power of the length penalty ((5 + length) / 6) that divides scores; default: likewise, else 0.6."
     )
     rules: SearchRules | None = option(
-        None, "The paper's beam search, or one that equals generate of transformers; default: paper."
+        None, 'The paper\'s beam search, or that of transformers, generate(early_stopping="never"); default: paper.'
     )
     extra_length: int | None = option(None, "Largest number of tokens beyond the source's; default: 50.")
     min_length: int | None = option(None, "Smallest number of tokens; default: 0.")

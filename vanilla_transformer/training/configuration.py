@@ -21,6 +21,8 @@ def option(default: Any, text: str, **metadata: Any) -> Any:
 class TrainingOptions:
     """Everything that decides a training run; the defaults are the paper's base model and training (§5).
 
+    Its time between checkpoints, 10 minutes, is in the recipes `base` and `big`, as a number of updates.
+
     Raises:
         UserError: From `check`, when a value is out of range or contradicts another.
     """

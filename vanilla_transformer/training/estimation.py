@@ -18,7 +18,7 @@ from .texts import check_texts
 
 
 def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
-    """Estimate a run: prepare the text, then time and measure a few batches; nothing is kept.
+    """Estimate a run: prepare the text, then time and measure a few batches; nothing but a `cache_dir` is kept.
 
     Args:
         options: Training options.

@@ -49,7 +49,8 @@ def search(
 ) -> list[list[Hypothesis]]:
     """Translate a batch of sentences.
 
-    A sentence's result does not depend on the others, and a sentence leaves the batch once its result is certain.
+    A sentence's result does not depend on the others, but for the decoder's rounding. A sentence leaves the batch once
+    its result is certain.
 
     Args:
         decoder: Scores tokens.
