@@ -120,13 +120,18 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
 
     module = import_module(f".{verb}", __name__)
     try:
-        options = parse(module.OPTIONS, arguments, prog=f"{PROGRAM} {verb}", summary=f"{VERBS[verb].capitalize()}.")
+        options = parse(module.OPTIONS, arguments, prog=f"{PROGRAM} {verb}", summary=_sentence(VERBS[verb]))
     except UserError as error:
         raise _UsageError(str(error)) from error
     except SystemExit:
         # argparse has printed the help.
         return 0
     return module.run(options)
+
+
+def _sentence(summary: str) -> str:
+    """A verb's summary with a capital first letter and a full stop; names keep their capitals."""
+    return f"{summary[:1].upper()}{summary[1:]}."
 
 
 def _usage_error(verb: str) -> UserError:
