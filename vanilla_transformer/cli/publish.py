@@ -53,6 +53,7 @@ def run(options: PublishOptions) -> int:
 
 
 def _publish(options: PublishOptions) -> int:
+    from vanilla_transformer.loading import read_json
     from vanilla_transformer.publishing.bundle import (
         check_loads,
         check_model_folder,
@@ -60,7 +61,6 @@ def _publish(options: PublishOptions) -> int:
         make_bundle,
         told_facts,
     )
-    from vanilla_transformer.publishing.facts import read_json
     from vanilla_transformer.publishing.upload import Destination, Hub, secrets
 
     destination = Destination(repo=options.repo, private=options.private, revision=options.revision, tag=options.tag)
@@ -69,6 +69,7 @@ def _publish(options: PublishOptions) -> int:
     if options.license is not None:
         told["license"] = options.license
     hub = None if options.dry_run else Hub()
+    check_loads(options.folder)
     bundle = make_bundle(
         options.folder,
         options.repo,
@@ -77,7 +78,6 @@ def _publish(options: PublishOptions) -> int:
         told=told,
         evaluations=options.evaluations,
     )
-    check_loads(options.folder)
     if hub is None:
         check_private(bundle, secrets(None, options.folder))
         for name, size in bundle.sizes().items():

@@ -10,9 +10,10 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.loading import read_json
 from vanilla_transformer.training.journal import read_journal
 
-from .facts import TestScore, read_json
+from .facts import TestScore
 
 
 # Points of a curve that a card keeps of each kind.
