@@ -17,7 +17,7 @@ from vanilla_transformer import (
     VanillaTransformerTokenizer,
 )
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.loading import check_tokenizer_fits, load_config, load_model, load_tokenizer
+from vanilla_transformer.loading import check_tokenizer_fits, check_whole, load_config, load_model, load_tokenizer
 
 
 SIZES = {
@@ -118,6 +118,13 @@ def test_a_vocabulary_that_does_not_fit(folder):
     with pytest.raises(UserError, match=r"ends texts with token .*, and the model's eos_token_id is 2"):
         check_tokenizer_fits(model, without_end, folder)
     check_tokenizer_fits(model, load_tokenizer(folder), folder)
+
+
+def test_an_adapter_is_not_lost_without_a_word(folder):
+    check_whole(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter beside the model; merge it"):
+        check_whole(folder)
 
 
 def test_pickles_are_not_read(folder):

@@ -61,7 +61,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a model for translation whose weights are all there, and of this package's models none besides.
+    """Load a model for translation whose weights are all there; a model of this package may have no others either.
 
     Args:
         source: Folder of the model, or its name on the Hub; its weights are safetensors.
@@ -102,7 +102,7 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    # What models of other classes leave out of their weights files, or have beyond them, is their own business.
+    # Files of other classes may hold more than their models; what they lack is made up all the same.
     found = {
         "missing": report["missing_keys"],
         "of another shape": [name for name, *_ in report["mismatched_keys"]],
@@ -147,6 +147,25 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         # What a damaged vocabulary does not have shows at the first text.
         tokenizer("a")
     return tokenizer
+
+
+def check_whole(folder: Path) -> None:
+    """Refuse a model that is more than its own files, or that does not load with the tokenizer beside it.
+
+    `from_pretrained` adds an adapter of PEFT that lies in the folder to the model; what copies the model's files alone
+    would lose it.
+
+    Args:
+        folder: Folder of a model.
+
+    Raises:
+        UserError: As said, and as for `load_model`, `load_tokenizer` and `check_tokenizer_fits`.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} holds an adapter beside the model; merge it into the weights and save the model.")
+    model = load_model(folder)
+    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        check_tokenizer_fits(model, load_tokenizer(folder), folder)
 
 
 def check_tokenizer_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:

@@ -343,6 +343,15 @@ def write_records(folder, record, options):
     (folder / "options.yaml").write_text(options)
 
 
+def write_metrics(folder, line):
+    write_records(folder, RECORD, "seed: 1")
+    (folder / "metrics.jsonl").write_text(f"{line}\n")
+
+
+def change_record(**values):
+    return json.dumps({**json.loads(RECORD), **values})
+
+
 def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -363,6 +372,13 @@ def change(path, **values):
         (lambda folder: change(folder / "config.json", d_model="x"), "cannot be loaded"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
         (lambda folder: write_records(folder, "{}", "seed: 1"), "lacks train"),
+        (lambda folder: write_records(folder, change_record(train=3), "seed: 1"), "lacks train"),
+        (lambda folder: write_records(folder, change_record(train={"dropped": 3}), "seed: 1"), "not as runs write"),
+        (lambda folder: write_records(folder, change_record(valid=[3]), "seed: 1"), "not as runs write"),
+        (lambda folder: write_records(folder, change_record(result={"updates": "x"}), "seed: 1"), "has 'x' as the"),
+        (lambda folder: write_metrics(folder, "[1]"), "holds [1], which is no record"),
+        (lambda folder: write_metrics(folder, '{"kind": "train"}'), "which is no record"),
+        (lambda folder: write_metrics(folder, '{"kind": "train", "update": 1}'), "not as runs write"),
         (lambda folder: write_records(folder, RECORD, "a: [b"), "is not YAML"),
         (lambda folder: write_records(folder, RECORD, "- a"), "holds no named values"),
         (lambda folder: change(folder / "config.json", model_type="marian"), "of type marian"),

@@ -41,7 +41,8 @@ def run(options: AverageOptions) -> int:
     for path in options.checkpoints:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder; give checkpoints, or the folder of a run.")
-    from vanilla_transformer.training.averaging import WEIGHTS, average_checkpoints
+    from vanilla_transformer.loading import WEIGHTS, check_whole
+    from vanilla_transformer.training.averaging import average_checkpoints
     from vanilla_transformer.training.checkpoints import fault_of
 
     from .session import start
@@ -62,7 +63,8 @@ def run(options: AverageOptions) -> int:
                 leases.enter_context(reading(path))
                 if not of_run and (fault := fault_of(path)) is not None:
                     raise UserError(f"{path} is damaged ({fault}); leave it out, or restore it.")
-        _check_loads(checkpoints[-1])
+        # The others are compared with it.
+        check_whole(checkpoints[-1])
         check_writable(options.output_dir)
         average_checkpoints(checkpoints, options.output_dir)
     print(f"{options.output_dir}: mean of {', '.join(str(path) for path in checkpoints)}")
@@ -82,12 +84,3 @@ def _of_run(folder: Path, count: int) -> list[Path]:
             "checkpoints one by one."
         )
     return chosen
-
-
-def _check_loads(folder: Path) -> None:
-    """Refuse what would give a mean that does not load; the others are compared with it."""
-    from vanilla_transformer.loading import check_tokenizer_fits, load_model, load_tokenizer
-
-    model = load_model(folder)
-    if (folder / "tokenizer.json").is_file():
-        check_tokenizer_fits(model, load_tokenizer(folder), folder)

@@ -53,9 +53,8 @@ def run(options: PublishOptions) -> int:
 
 
 def _publish(options: PublishOptions) -> int:
-    from vanilla_transformer.loading import read_json
+    from vanilla_transformer.loading import check_whole, read_json
     from vanilla_transformer.publishing.bundle import (
-        check_loads,
         check_model_folder,
         check_private,
         make_bundle,
@@ -69,7 +68,7 @@ def _publish(options: PublishOptions) -> int:
     if options.license is not None:
         told["license"] = options.license
     hub = None if options.dry_run else Hub()
-    check_loads(options.folder)
+    check_whole(options.folder)
     bundle = make_bundle(
         options.folder,
         options.repo,

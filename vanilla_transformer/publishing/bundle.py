@@ -10,14 +10,7 @@ from typing import Any
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.loading import (
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    check_tokenizer_fits,
-    load_model,
-    load_tokenizer,
-    read_json,
-)
+from vanilla_transformer.loading import WEIGHTS, WEIGHTS_INDEX, read_json
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
@@ -205,18 +198,6 @@ def check_model_folder(folder: Path) -> list[Path]:
         if name not in present and not (folder / name).is_file():
             raise UserError(f"{folder} lacks {name}, which a published model needs; save model and tokenizer there.")
     return [folder / name for name in needed]
-
-
-def check_loads(folder: Path) -> None:
-    """Refuse a model that would not load as it was saved, or whose tokenizer does not fit.
-
-    Args:
-        folder: Folder of a model.
-
-    Raises:
-        UserError: Weights are damaged, missing or of other shapes, or the tokenizer has entries that they lack.
-    """
-    check_tokenizer_fits(load_model(folder), load_tokenizer(folder), folder)
 
 
 def check_links(folder: Path) -> None:
