@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from vanilla_transformer.loading import read_json
 from vanilla_transformer.publishing.card import FACTS, card_files
-from vanilla_transformer.publishing.facts import read_facts, read_json
+from vanilla_transformer.publishing.facts import read_facts
 
 
 FOLDER = Path(__file__).parents[1] / "model_cards"

@@ -79,6 +79,11 @@ def test_the_configuration_does_not_know_the_model():
             assert not rooms_of(MODULES[module], module), module
 
 
+def test_loading_knows_what_is_loaded_alone():
+    hub_files = {name.removesuffix(".py") for name in HUB_FILES}
+    assert rooms_of(MODULES["loading.py"], "loading.py") <= {*hub_files, "errors"}
+
+
 def test_data_takes_what_it_needs_as_arguments():
     modules = modules_below("data")
     assert len(modules) > 1

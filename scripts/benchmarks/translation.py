@@ -79,8 +79,10 @@ class Bench:
         logging.disable_progress_bar()
         self.setting = setting
         self.device = torch.device(setting.device)
-        self.tokenizer = AutoTokenizer.from_pretrained(setting.model, local_files_only=True)
-        model = AutoModelForSeq2SeqLM.from_pretrained(setting.model, dtype=torch.float32, local_files_only=True).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(setting.model, trust_remote_code=False, local_files_only=True)
+        model = AutoModelForSeq2SeqLM.from_pretrained(
+            setting.model, dtype=torch.float32, trust_remote_code=False, local_files_only=True
+        ).eval()
         if setting.vocabulary is not None and setting.vocabulary > model.config.vocab_size:
             enlarge(model, setting.vocabulary)
         self.vocabulary = model.config.vocab_size

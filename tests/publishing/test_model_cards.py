@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from vanilla_transformer.loading import read_json
 from vanilla_transformer.publishing.card import CARD, FACTS, card_files
-from vanilla_transformer.publishing.facts import read_facts, read_json
+from vanilla_transformer.publishing.facts import read_facts
 
 
 FOLDERS = sorted(path.parent for path in (Path(__file__).parents[2] / "model_cards").glob(f"*/{FACTS}"))

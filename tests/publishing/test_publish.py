@@ -343,6 +343,15 @@ def write_records(folder, record, options):
     (folder / "options.yaml").write_text(options)
 
 
+def write_metrics(folder, line):
+    write_records(folder, RECORD, "seed: 1")
+    (folder / "metrics.jsonl").write_text(f"{line}\n")
+
+
+def change_record(**values):
+    return json.dumps({**json.loads(RECORD), **values})
+
+
 def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -354,18 +363,29 @@ def change(path, **values):
         (lambda folder: (folder / "config.json").unlink(), "lacks config.json"),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "lacks tokenizer_config.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "lacks tokenizer.json"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678{"), "cannot be read as safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678{"), "cannot be loaded"),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"[]"),
-            "cannot be read as safetensors",
+            "cannot be loaded",
         ),
-        (lambda folder: change(folder / "config.json", norm_position="middle"), "does not load"),
-        (lambda folder: change(folder / "config.json", d_model="x"), "does not load"),
+        (lambda folder: change(folder / "config.json", norm_position="middle"), "cannot be loaded"),
+        (lambda folder: change(folder / "config.json", d_model="x"), "cannot be loaded"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
         (lambda folder: write_records(folder, "{}", "seed: 1"), "lacks train"),
+        (lambda folder: write_records(folder, change_record(train=3), "seed: 1"), "lacks train"),
+        (lambda folder: write_records(folder, change_record(train={"dropped": 3}), "seed: 1"), "not as runs write"),
+        (lambda folder: write_records(folder, change_record(valid=[3]), "seed: 1"), "not as runs write"),
+        (lambda folder: write_records(folder, change_record(result={"updates": "x"}), "seed: 1"), "has 'x' as the"),
+        (lambda folder: write_metrics(folder, "[1]"), "holds [1], which is no record"),
+        (lambda folder: write_metrics(folder, '{"kind": "train"}'), "which is no record"),
+        (lambda folder: write_metrics(folder, '{"kind": "train", "update": 1}'), "not as runs write"),
         (lambda folder: write_records(folder, RECORD, "a: [b"), "is not YAML"),
         (lambda folder: write_records(folder, RECORD, "- a"), "holds no named values"),
         (lambda folder: change(folder / "config.json", model_type="marian"), "of type marian"),
+        (
+            lambda folder: change(folder / "tokenizer_config.json", model_max_length="512"),
+            "a model_max_length of '512'",
+        ),
         (
             lambda folder: change(folder / "config.json", architectures=["VanillaTransformerForMaskedLM"]),
             "holds a VanillaTransformerForMaskedLM, but",
@@ -385,10 +405,11 @@ def test_a_folder_that_is_no_whole_model_is_refused(online, server, refused, mod
     assert server.requests == []
 
 
-def test_a_length_in_words_is_no_fact(online, server, call, model):
-    change(model / "tokenizer_config.json", model_max_length="512")
-    assert call("publish", model, "--repo", "user/en-de")[0] == 0
-    assert "max_source_tokens" not in json.loads(server.files("user/en-de")["facts.json"])
+def test_a_model_of_two_minds_about_its_weights_is_refused(online, server, refused, model):
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    shutil.copy(model / "model.safetensors", model / "model-00001-of-00001.safetensors")
+    assert "holds model.safetensors and model.safetensors.index.json" in refused("publish", model, "--repo", "user/a")
+    assert server.requests == []
 
 
 def test_offline_is_said(online, server, refused, model, monkeypatch):

@@ -166,6 +166,19 @@ def test_another_architecture_is_refused_by_its_first_difference(checkpoints, tm
     assert not (tmp_path / "mean").exists()
 
 
+def test_models_of_like_shapes_and_other_meanings_are_refused(checkpoints, tmp_path):
+    other = save_model(tmp_path / "other", 9, encoder_attention_heads=4)
+    assert weights(other).keys() == weights(checkpoints[0]).keys()
+    with pytest.raises(UserError, match=r"different architectures \(encoder_attention_heads is 4 and 2\)"):
+        average_checkpoints([*checkpoints, other], tmp_path / "mean")
+
+
+def test_a_moving_average_beside_weights_alone_is_refused(checkpoints, tmp_path):
+    shutil.copy(checkpoints[1] / "model.safetensors", checkpoints[1] / "ema.safetensors")
+    with pytest.raises(UserError, match=r"checkpoint-1 holds a moving average of its weights .*checkpoint-0 none"):
+        average_checkpoints(checkpoints, tmp_path / "mean")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_folder_without_a_model_is_refused(checkpoints, tmp_path, name):
     (checkpoints[1] / name).unlink()

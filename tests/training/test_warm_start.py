@@ -87,9 +87,9 @@ def test_models_that_cannot_be_used_are_refused(child_options, parent, tmp_path)
     left_out = {name: tensor for name, tensor in tensors.items() if "decoder.layers.1" not in name}
     save_file(left_out, partial / "model.safetensors", metadata={"format": "pt"})
     (foreign / "config.json").write_text(json.dumps({"model_type": "marian"}))
-    with pytest.raises(UserError, match=r"weights of --init_from .*damaged cannot be loaded"):
+    with pytest.raises(UserError, match=r"The model in .*damaged cannot be loaded"):
         make_run(child_options(tmp_path / "a", init_from=str(damaged)))
-    with pytest.raises(UserError, match=rf"lacks {len(tensors) - len(left_out)} of a translation model's tensors"):
+    with pytest.raises(UserError, match=rf" and {len(tensors) - len(left_out) - 1} more are missing"):
         make_run(child_options(tmp_path / "b", init_from=str(partial)))
     with pytest.raises(UserError, match=r"is a model of type marian; it must be a vanilla_transformer"):
         make_run(child_options(tmp_path / "c", init_from=str(foreign)))

@@ -53,14 +53,13 @@ def run(options: PublishOptions) -> int:
 
 
 def _publish(options: PublishOptions) -> int:
+    from vanilla_transformer.loading import check_whole, read_json
     from vanilla_transformer.publishing.bundle import (
-        check_loads,
         check_model_folder,
         check_private,
         make_bundle,
         told_facts,
     )
-    from vanilla_transformer.publishing.facts import read_json
     from vanilla_transformer.publishing.upload import Destination, Hub, secrets
 
     destination = Destination(repo=options.repo, private=options.private, revision=options.revision, tag=options.tag)
@@ -69,6 +68,7 @@ def _publish(options: PublishOptions) -> int:
     if options.license is not None:
         told["license"] = options.license
     hub = None if options.dry_run else Hub()
+    check_whole(options.folder)
     bundle = make_bundle(
         options.folder,
         options.repo,
@@ -77,7 +77,6 @@ def _publish(options: PublishOptions) -> int:
         told=told,
         evaluations=options.evaluations,
     )
-    check_loads(options.folder)
     if hub is None:
         check_private(bundle, secrets(None, options.folder))
         for name, size in bundle.sizes().items():

@@ -23,6 +23,9 @@ class TranslatorOptions:
     """Options that make a translator."""
 
     model: str = option(..., "Model folder, or name on the Hub.")
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model; only for sources that you trust. Default: never."
+    )
     device: str | None = option(None, "Where to run, such as cpu or cuda:1; default: a GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Floating-point type of the weights; auto: as they were saved."
@@ -83,6 +86,7 @@ def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
         device=options.device,
         dtype=options.dtype,
         quantization=options.quantization,
+        trust_remote_code=options.trust_remote_code,
         target_language=options.target_language,
         long_texts=options.long_texts,
         workers=options.workers,

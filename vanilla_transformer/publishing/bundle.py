@@ -8,31 +8,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoTokenizer
-
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.loading import WEIGHTS, WEIGHTS_INDEX, read_json
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
 
 from .card import CARD, FACTS, PICTURE, card_files
-from .facts import Facts, merged, read_facts, read_json
+from .facts import Facts, merged, read_facts
 from .remote_code import published_config, published_tokenizer_config, source_files
 from .run_facts import find_facts, find_scores, records_until, result_updates
 
 
 _TRANSLATION = VanillaTransformerForConditionalGeneration.__name__
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_INDEX = "model.safetensors.index.json"
 # What tokenizers of transformers save; ours has the first two.
 _TOKENIZER = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.jinja|.*\.(spm|model)"
 )
 # What belongs to one model, and would be taken for part of the next one that is published in its place.
-_MODEL_FILES = (_INDEX, "generation_config.json", "metrics.jsonl", PICTURE)
+_MODEL_FILES = (WEIGHTS_INDEX, "generation_config.json", "metrics.jsonl", PICTURE)
+_SCORES = "evaluation.json"
+# Whatever else is read in a model's or a run's folder, to be published or to tell of the model.
+_READ = (
+    "config.json",
+    "generation_config.json",
+    WEIGHTS_INDEX,
+    FACTS,
+    _SCORES,
+    "run.json",
+    "options.yaml",
+    "metrics.jsonl",
+)
 _UPDATE = re.compile(r"update-(\d+)")
 
 
@@ -106,18 +114,21 @@ def make_bundle(
     """
     weights = check_model_folder(folder)
     run = run or run_of(folder)
+    if run is not None:
+        check_links(run)
     match = _UPDATE.fullmatch(folder.resolve().name)
     updates = [int(match[1])] if match else [] if run is None else result_updates(run)
     found = find_facts(folder, run, weights, name=place, updates=updates)
-    if not evaluations and (folder / "evaluation.json").exists():
-        found["scores"] = find_scores(folder / "evaluation.json")
+    if not evaluations and (folder / _SCORES).exists():
+        found["scores"] = find_scores(folder / _SCORES)
     given: dict[str, Any] = {"name": place}
     if evaluations:
         given["scores"] = [score for path in evaluations for score in find_scores(path)]
     facts = read_facts(merged(merged(found, told or {}), given), FACTS)
     files: dict[str, bytes | Path] = {path.name: path for path in weights}
     for path in sorted(folder.iterdir()):
-        if path.name in ("generation_config.json", _INDEX) or _TOKENIZER.fullmatch(path.name):
+        is_wanted = path.name in ("generation_config.json", WEIGHTS_INDEX) or _TOKENIZER.fullmatch(path.name)
+        if is_wanted and path.is_file():
             files[path.name] = path
     files["config.json"] = _json(published_config(read_json(folder / "config.json")))
     if "tokenizer_config.json" in files:
@@ -144,6 +155,7 @@ def check_model_folder(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder of a run, a checkpoint or another model.")
+    check_links(folder)
     if not (folder / "config.json").is_file():
         hint = "let the run end, or give one of its checkpoints." if (folder / "checkpoints").is_dir() else "give one."
         raise UserError(f"{folder} is not a model's folder: it lacks config.json; {hint}")
@@ -160,13 +172,22 @@ def check_model_folder(folder: Path) -> list[Path]:
             "publish a head with its own `push_to_hub`."
         )
     weights = [path for path in sorted(folder.iterdir()) if _WEIGHTS.fullmatch(path.name)]
-    if (folder / _INDEX).is_file():
-        places = read_json(folder / _INDEX).get("weight_map")
+    if (folder / WEIGHTS_INDEX).is_file():
+        places = read_json(folder / WEIGHTS_INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-            raise UserError(f"{folder / _INDEX} has no weight_map with the names of files; save the model again.")
+            raise UserError(
+                f"{folder / WEIGHTS_INDEX} has no weight_map with the names of files; save the model again."
+            )
         needed = sorted({*places.values()})
+        if strangers := [name for name in needed if not _WEIGHTS.fullmatch(name)]:
+            raise UserError(
+                f"{folder / WEIGHTS_INDEX} names {strangers[0]}, which is no file of weights in the folder; save the "
+                "model again."
+            )
+        if (folder / WEIGHTS).is_file():
+            raise UserError(f"{folder} holds {WEIGHTS} and {WEIGHTS_INDEX}; remove the older of the two.")
     else:
-        needed = ["model.safetensors"]
+        needed = [WEIGHTS]
     present = {path.name for path in weights}
     names = [*needed, "tokenizer_config.json"]
     path = folder / "tokenizer_config.json"
@@ -179,35 +200,47 @@ def check_model_folder(folder: Path) -> list[Path]:
     return [folder / name for name in needed]
 
 
-def check_loads(folder: Path) -> None:
-    """Refuse a model that would not load as it was saved, or whose tokenizer does not fit.
+def check_links(folder: Path) -> None:
+    """Refuse files that would be read in a folder, and lie elsewhere: whoever made a link may have meant another file.
+
+    Links inside of the folder are followed, from a checkpoint also those into its run, and those of a download by
+    huggingface_hub, whose files lie in `blobs`.
 
     Args:
-        folder: Folder of a model.
+        folder: Folder of a model or a run.
 
     Raises:
-        UserError: Weights are damaged, missing or of other shapes, or the tokenizer has entries that they lack.
+        UserError: A file is a link that leads out of the folder.
     """
-    try:
-        config = VanillaTransformerConfig.from_pretrained(folder)
-        _, report = VanillaTransformerForConditionalGeneration.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (SafetensorError, StrictDataclassError, OSError, ValueError) as error:
-        raise UserError(f"{folder} does not load ({' '.join(str(error).split())}); save it again.") from error
-    wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"]), *report["unexpected_keys"]]
-    if wrong:
-        raise UserError(f"The weights in {folder} do not fit its config.json ({sorted(wrong)[0]}); save it again.")
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"The tokenizer in {folder} has {len(tokenizer):,} entries and the model {config.vocab_size:,}; save the "
-            "model's own tokenizer there."
-        )
+    home = folder.resolve()
+    run = run_of(home)
+    places = [home] if run is None else [home, run]
+    repository = home.parent.parent
+    if home.parent.name == "snapshots" and repository.name.startswith("models--"):
+        places.append(repository / "blobs")
+    for path in sorted(folder.iterdir() if folder.is_dir() else []):
+        is_read = path.name in _READ or _WEIGHTS.fullmatch(path.name) or _TOKENIZER.fullmatch(path.name)
+        target = Path(os.path.realpath(path))
+        if is_read and not any(target.is_relative_to(place) for place in places):
+            raise UserError(
+                f"{path} is a link to a file outside of the folder ({target}), which is not published; put a "
+                "copy in its place, or leave it out."
+            )
 
 
 def told_facts(folder: Path) -> dict[str, Any]:
-    """What `facts.json` in a folder tells of its model; nothing if it is not there."""
+    """What `facts.json` in a folder tells of its model; nothing if it is not there.
+
+    Args:
+        folder: Folder of a model or a run.
+
+    Returns:
+        The facts.
+
+    Raises:
+        UserError: The file holds something else, or is a link that leads out of the folder.
+    """
+    check_links(folder)
     path = folder / FACTS
     return read_json(path) if path.exists() else {}
 

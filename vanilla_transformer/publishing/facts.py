@@ -4,7 +4,6 @@ import difflib
 import json
 import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -193,29 +192,6 @@ def merged(found: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, dict) and isinstance(found.get(name), dict)
         both[name] = merged(found[name], value) if nested else value
     return both
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds named values.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its content.
-
-    Raises:
-        UserError: It is missing, or holds something else.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check the path.") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); correct it.") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no named values; give a JSON object.")
-    return values
 
 
 def _record(kind: type[Record], values: Any, place: str) -> Record:

@@ -10,9 +10,10 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.loading import read_json
 from vanilla_transformer.training.journal import read_journal
 
-from .facts import TestScore, read_json
+from .facts import TestScore
 
 
 # Points of a curve that a card keeps of each kind.
@@ -86,7 +87,13 @@ def find_facts(
     if tokenizer.get("tgt_lang") is None and (tags := _language_tags(folder / "tokenizer.json")):
         found["target_languages"] = found["language_tags"] = tags
     if run is not None:
-        _add_run(found, run, updates)
+        try:
+            _add_run(found, run, updates)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"The records in {run}, run.json, options.yaml and metrics.jsonl, are not as runs write them "
+                f"({type(error).__name__}: {error}); restore them, or publish a copy of the model alone."
+            ) from error
     return found
 
 
@@ -121,9 +128,15 @@ def records_until(run: Path, update: int | None) -> list[dict[str, Any]]:
 
     Returns:
         The records of `metrics.jsonl`.
+
+    Raises:
+        UserError: A line of it is JSON, and no record.
     """
     path = run / "metrics.jsonl"
     records = read_journal(path) if path.exists() else []
+    for record in records:
+        if not isinstance(record, dict) or not isinstance(record.get("update"), int):
+            raise UserError(f"{path} holds {str(record)[:80]}, which is no record of an update; take the line out.")
     return [record for record in records if update is None or record["update"] <= update]
 
 
@@ -136,7 +149,10 @@ def _language_tags(path: Path) -> list[str]:
 def result_updates(run: Path) -> list[int]:
     """Numbers of optimiser steps of the checkpoints that a run's result was made of; empty if it is not recorded."""
     result = read_json(run / "run.json").get("result")
-    return result.get("updates", []) if isinstance(result, dict) else []
+    updates = result.get("updates", []) if isinstance(result, dict) else []
+    if not isinstance(updates, list) or not all(isinstance(update, int) for update in updates):
+        raise UserError(f"{run / 'run.json'} has {updates!r} as the updates of its result; restore the file.")
+    return updates
 
 
 def _add_run(found: dict[str, Any], run: Path, updates: Sequence[int]) -> None:

@@ -174,6 +174,23 @@ def last_checkpoints(folder: Path) -> list[Path]:
     return [path for path in checkpoints if path == checkpoints[-1] or not _is_out_of_schedule(path)]
 
 
+def checkpoints_of_mean(folder: Path, count: int, report: Callable[[str], None]) -> list[Path]:
+    """The checkpoints whose mean is the model of a run.
+
+    They are the last sound ones; those that were written because the run was stopped there or was at its best do not
+    count, unless it is the newest.
+
+    Args:
+        folder: Folder of the checkpoints.
+        count: Number of checkpoints wanted.
+        report: Receives a sentence about every damaged checkpoint that is passed over.
+
+    Returns:
+        So many checkpoints, oldest first, or all that count if there are fewer.
+    """
+    return last_sound(last_checkpoints(folder), count, report)
+
+
 def rotate(folder: Path, keep: int, best: Collection[int] = ()) -> None:
     """Delete all but the last and the best checkpoints, and what an interrupted write or deletion left.
 

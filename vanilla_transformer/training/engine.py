@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.batching import TokenBatches, Update
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.loading import load_config, load_model
 
 from .checkpoints import (
     discard,
@@ -437,7 +436,7 @@ class TrainingRun:
             )
         state = json.loads((checkpoint / "training_state.json").read_text(encoding="utf-8"))
         # The options leave much to presets and defaults, which another version of the package may have changed.
-        config = VanillaTransformerConfig.from_pretrained(checkpoint)
+        config = load_config(checkpoint)
         different = differences(
             state | {"architecture": architecture_of(config)},
             identity_of(self.options, self.data) | {"architecture": architecture_of(self.model.config)},
@@ -447,7 +446,7 @@ class TrainingRun:
                 f"The run in {self.options.output_dir} cannot be resumed, because these differ: "
                 f"{'; '.join(different)}; set them back, or start a new run in another --output_dir."
             )
-        saved = VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=self.model.dtype)
+        saved = load_model(checkpoint, config=config, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
         self.update = state["update"]
         # Checkpoints of 0.1.0 say less: the plan then walks to the update from the first, and the next record covers

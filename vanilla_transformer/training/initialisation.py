@@ -3,13 +3,14 @@
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from vanilla_transformer.loading import load_model
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 from .configuration import TrainingOptions
 from .cpu_dropout import use_sixteen_bit_dropout
 from .fusion import fuse_operations
 from .preparation import check_positions, model_configuration
-from .warm_start import load_model, starting_configuration, starting_folder
+from .warm_start import starting_configuration, starting_folder
 
 
 def make_model(
@@ -36,7 +37,8 @@ def make_model(
     else:
         config = starting_configuration(options, start)
         check_positions(config, options)
-        model = load_model(start, config)
+        # The weights keep the type that they are trained in, whatever they were saved in.
+        model = load_model(start, config=config, dtype=torch.get_default_dtype())
     attention = options.attention
     if attention == "auto":
         attention = "eager" if device.type == "cpu" else "sdpa"

@@ -5,8 +5,9 @@ from itertools import islice
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from vanilla_transformer import loading
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.bpe_dropout import DropoutCorpus, MergeTable
 from vanilla_transformer.data.cached_folders import write_whole
@@ -103,10 +104,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{folder} holds no tokenizer.json; give a folder that `vanilla-transformer tokenizer` or `train` wrote."
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"The tokenizer in {folder} cannot be loaded ({error}); use another.") from error
+    tokenizer = loading.load_tokenizer(folder)
     if getattr(tokenizer, "tgt_lang", None) is not None:
         # The encoding puts the tags in front, one for each pair.
         tokenizer.tgt_lang = None

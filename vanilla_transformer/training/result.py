@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from vanilla_transformer.errors import UserError
 
 from .averaging import average_checkpoints
-from .checkpoints import checkpoint_name, last_checkpoints, last_sound, update_of
+from .checkpoints import checkpoint_name, checkpoints_of_mean, last_sound, update_of
 from .configuration import TrainingOptions
 from .failures import naming_disk
 from .run_folder import note_result
@@ -53,10 +53,15 @@ def write_result(
     Raises:
         UserError: All of these checkpoints are damaged, or the disk is full.
     """
-    candidates = last_checkpoints(checkpoints)
+
+    def report(text: str) -> None:
+        print(text, file=sys.stderr)
+
     if options.result == "best":
-        candidates = [checkpoints / checkpoint_name(update) for update in reversed(best_updates)]
-    chosen = last_sound(candidates, options.num_averaged, lambda text: print(text, file=sys.stderr))
+        best = [checkpoints / checkpoint_name(update) for update in reversed(best_updates)]
+        chosen = last_sound(best, options.num_averaged, report)
+    else:
+        chosen = checkpoints_of_mean(checkpoints, options.num_averaged, report)
     if not chosen:
         raise UserError(
             f"Every checkpoint in {checkpoints} that --result {options.result} may take is damaged; use --resume with "
@@ -64,7 +69,7 @@ def write_result(
         )
     with naming_disk("The model", options.output_dir, checkpoints):
         note_result(options.output_dir, None)
-        average_checkpoints(chosen, options.output_dir, moving_average=options.ema_decay > 0.0)
+        average_checkpoints(chosen, options.output_dir)
         generation_config.save_pretrained(options.output_dir)
         note_result(options.output_dir, [update_of(checkpoint) for checkpoint in chosen])
     print(f"The model in {options.output_dir} is {_description(options, chosen, best_updates)}.", file=sys.stderr)

@@ -3,14 +3,12 @@
 import copy
 from pathlib import Path
 
-import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.loading import load_config
 
 from .checkpoints import newest_sound
 from .configuration import TrainingOptions
@@ -66,17 +64,14 @@ def starting_configuration(options: TrainingOptions, folder: Path) -> VanillaTra
     Raises:
         UserError: The model is of another kind, or the options describe another architecture.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--init_from {folder}: its config.json cannot be read ({error}); use another model."
-        ) from error
+    config = load_config(folder)
     if not isinstance(config, VanillaTransformerConfig):
         raise UserError(
             f"--init_from {folder} is a model of type {config.model_type}; it must be a "
             f"{VanillaTransformerConfig.model_type}."
         )
+    if config.decoder_start_token_id is None:
+        raise UserError(f"The model of --init_from {folder} has no decoder_start_token_id; use one that defines it.")
     wanted = options.model_settings()
     different = [
         f"{name} ({getattr(config, name)!r} there, {value!r} in the options)"
@@ -120,34 +115,3 @@ def check_vocabulary(config: VanillaTransformerConfig, tokenizer: PreTrainedToke
             f"The model of --init_from {folder} and the vocabulary differ in {', '.join(different)}; leave "
             "--tokenizer out to use the model's own, or give one that fits."
         )
-
-
-def load_model(folder: Path, config: VanillaTransformerConfig) -> VanillaTransformerForConditionalGeneration:
-    """Load a translation model with all of its weights.
-
-    Args:
-        folder: Folder of the model.
-        config: Configuration to build it with.
-
-    Returns:
-        The model, in the default floating-point type.
-
-    Raises:
-        UserError: Weights are missing, damaged or of other shapes.
-    """
-    try:
-        model, report = VanillaTransformerForConditionalGeneration.from_pretrained(
-            folder, config=config, dtype=torch.get_default_dtype(), output_loading_info=True
-        )
-    except (OSError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"The weights of --init_from {folder} cannot be loaded ({reason}); use another model."
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(
-            f"The model of --init_from {folder} lacks {len(missing)} of a translation model's tensors, {missing[0]} "
-            "among them; use a whole encoder-decoder model."
-        )
-    return model

@@ -13,18 +13,12 @@ from typing import Any, overload
 import numpy as np
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    GenerationMixin,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.loading import check_tokenizer_fits, load_model, load_tokenizer
 
 from .arguments import LongTexts, Quantization, check_at_least, check_characters, check_model_id, check_search
 from .backends import SearchBackend, make_backend, options_for
@@ -132,6 +126,7 @@ class Translator:
         device: str | torch.device | None = None,
         dtype: torch.dtype | str = "auto",
         quantization: Quantization | None = None,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> "Translator":
         """Load a model and its tokenizer.
@@ -141,25 +136,25 @@ class Translator:
             device: Where to run; `None` takes a GPU where there is one.
             dtype: Floating-point type of the weights; `auto` is the one they were saved in.
             quantization: As for the class.
+            trust_remote_code: Whether Python code that the model brings may run; models of this package, and of
+                classes that transformers has, need none.
             **options: Options of the class.
 
         Returns:
             The translator, its model in evaluation mode.
 
         Raises:
-            UserError: There is no model of that name, or it cannot be loaded, or an option is wrong.
+            UserError: There is no model of that name, or it cannot be loaded, or its weights or its tokenizer do not
+                fit its configuration, or it needs code that may not run, or an option is wrong.
         """
         check_model_id(model_id)
         source = model_id if Path(model_id).is_dir() else _on_hub(str(model_id))
-        local = Path(source).is_dir()
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         _check_device(device)
-        try:
-            model = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=dtype, local_files_only=local)
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise _cannot_load(model_id, error) from error
+        model = load_model(source, dtype=dtype, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        check_tokenizer_fits(model, tokenizer, source)
         return cls(model.eval().to(device), tokenizer, quantization=quantization, **options)
 
     @overload
