@@ -17,6 +17,8 @@ from .configuration import TrainingOptions
 
 # A reason to stop beside the numbers of the signals that are caught.
 OUT_OF_TIME = -1
+# What launchers set, in the order in which Accelerate reads it.
+_NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def make_accelerator(options: TrainingOptions) -> Accelerator:
@@ -39,8 +41,10 @@ def make_accelerator(options: TrainingOptions) -> Accelerator:
                 f"--device is cpu, but this process has an Accelerator on {state.device} already; use the same device "
                 "for both, or another process."
             )
-    # Without being told, Accelerate forms no group of processes on CPUs: each would train a model of its own.
-    accelerator = Accelerator(cpu=_is_on_cpus(options), mixed_precision=options.mixed_precision)
+    # Without being told, Accelerate forms no group of processes on CPUs: each would train a model of its own. One
+    # process is none, whatever started it: in a group it would round otherwise.
+    cpu = options.device == "cpu" or (_is_on_cpus(options) and _started(default=1) > 1)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=options.mixed_precision)
     _check_group(accelerator)
     if options.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         # Accelerate would compute in float32, without a word.
@@ -72,13 +76,16 @@ def check_devices(options: TrainingOptions, num_processes: int) -> None:
         )
 
 
+def _started(default: int) -> int:
+    """How many processes a launcher says that it has started, on all machines."""
+    return get_int_from_env(_NUMBERS_OF_PROCESSES, default)
+
+
 def _check_group(accelerator: Accelerator) -> None:
     """Refuse processes that do not know of one another: each would train a model, all of them into one folder."""
-    # Those that Accelerate reads.
-    names = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
-    started = get_int_from_env(names, accelerator.num_processes)
+    started = _started(accelerator.num_processes)
     if started != accelerator.num_processes:
-        name = next(name for name in names if get_int_from_env([name], -1) == started)
+        name = next(name for name in _NUMBERS_OF_PROCESSES if get_int_from_env([name], -1) == started)
         raise UserError(
             f"A launcher has started {started} processes ({name}), but on {accelerator.device} Accelerate joins "
             f"{accelerator.num_processes}; start them with `accelerate launch`, torchrun or --num_processes, give "
