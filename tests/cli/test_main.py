@@ -57,6 +57,26 @@ def test_an_unknown_verb_names_the_nearest(refused, given, nearest):
     assert refused(given, status=2) == f"vanilla-transformer: {given} is not a verb; did you mean {nearest}?"
 
 
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])
+def test_launchers_share_out_training_alone(refused, monkeypatch, verb):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    line = refused(verb)
+    assert f"{verb}: A launcher has started 2 processes, and each would do the same; start {verb} without" in line
+    # One process is none of several.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("sys.argv", ["vanilla-transformer", verb, "--help"])
+    assert main() == 0
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [("0", "0", True), ("1", "1", False), ("8", "0", True)])
+def test_one_process_of_each_machine_tells_what_is_wrong(call, monkeypatch, rank, local_rank, speaks):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    status, _, err = call("train")
+    assert (status, bool(err)) == (1, speaks)
+
+
 def test_a_verb_like_no_other_is_answered_with_the_verbs(refused):
     line = refused("xyzzy", status=2)
     assert all(verb in line for verb in VERBS)

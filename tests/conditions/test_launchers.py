@@ -32,3 +32,13 @@ def test_two_processes_train_one_model(user, trained, launcher):
     assert "2 batches of 256 over 2 processes, 1 each." in err
     assert err.count("The model in runs/en-de is update 6.") == 1
     assert user.losses() == pytest.approx(trained.losses(), rel=ROUNDING)
+
+
+@pytest.mark.slow
+def test_what_is_done_once_is_refused(user, trained):
+    model = str(trained.file(""))
+    for launcher in (["torchrun", "--nproc_per_node", "2"], ["accelerate", "launch", *ACCELERATE[2:6]]):
+        command = [*launcher, "-m", "vanilla_transformer", "translate", "--model", model, "The device."]
+        status, out, err = user.run(command)
+        assert (status, out) == (1, "")
+        assert err.count("translate: A launcher has started 2 processes, and each would do the same; start") == 1
