@@ -9,9 +9,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 import vanilla_transformer
 from vanilla_transformer.cli import VERBS, main
+from vanilla_transformer.translation.backends import SearchBackend
 
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "vanilla-transformer"
@@ -75,6 +77,13 @@ def test_one_process_of_each_machine_tells_what_is_wrong(call, monkeypatch, rank
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     status, _, err = call("train")
     assert (status, bool(err)) == (1, speaks)
+
+
+@pytest.mark.parametrize("reserve", [lambda: bytearray(1 << 60), lambda: torch.empty(1 << 58)])
+def test_memory_that_does_not_suffice(refused, run_folder, monkeypatch, reserve):
+    monkeypatch.setattr(SearchBackend, "translate", lambda *arguments, **options: reserve())
+    line = refused("translate", "--model", run_folder, "Hello.")
+    assert "Out of memory; lower what takes it, such as --tokens_per_batch" in line
 
 
 def test_a_verb_like_no_other_is_answered_with_the_verbs(refused):

@@ -77,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The name of a file, which a recipe tells.
             _complain(name, f"{error.object} {_NOT_OF_THE_LOCALE.format(error.encoding)}")
             return 1
+        if _is_out_of_memory(error):
+            remedy = "lower what takes it, such as --tokens_per_batch, --num_beams, --num_hypotheses or --workers"
+            _complain(name, f"Out of memory; {remedy}.")
+            return 1
         reason = _reason_of_disk(error)
         if reason is None:
             raise
@@ -86,6 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         sys.stderr = given
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # The class of torch, which is not imported here, and what it says of memory that is not a GPU's.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate" in str(error))
+    )
 
 
 def _reason_of_disk(error: Exception) -> str | None:
