@@ -18,7 +18,7 @@ ONE = {
 }
 
 
-@pytest.mark.parametrize("launcher", ONE)
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_one_process(user, trained, launcher):
     user.train(*ONE[launcher])
     assert user.record()["processes"] == 1

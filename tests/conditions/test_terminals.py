@@ -39,7 +39,7 @@ def lose_terminal(user, *flags: str, controlling: bool) -> int:
             pytest.fail("The run goes on.")
 
 
-@pytest.mark.parametrize("number", ["1", "2"])
+@pytest.mark.parametrize("number", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_run_of_the_terminal_saves_and_stops(user, number):
     flags = ["--max_updates", "1000000", "--save_every", "1000000", "--num_processes", number]
     assert lose_terminal(user, *flags, controlling=True) == 129
