@@ -32,7 +32,7 @@ def test_signals_in_the_middle_of_training_save_and_resuming_finishes(train, cor
     folder = tmp_path / "run"
     arguments = train("--max_updates", "1000000", "--save_every", "100000", "--log_every", "1", "--keep_last", "5")
     reached = [0]
-    for number, flags in ((signal.SIGINT, []), (signal.SIGTERM, ["--resume"])):
+    for number, flags in ((signal.SIGINT, []), (signal.SIGTERM, ["--resume"]), (signal.SIGHUP, ["--resume"])):
         process = start([*arguments, *flags], stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 120

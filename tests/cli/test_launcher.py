@@ -1,37 +1,46 @@
 """What the launcher hands on; its workers are small programs, but for one run that is real."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from vanilla_transformer.cli import launcher
+from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints
 from vanilla_transformer.training.journal import read_journal
 
 
+# Programs import the launcher by its path, and the package as an empty one: all of it takes longer than the tests.
+EMPTY = """
+import sys, types
+package = sys.modules["vanilla_transformer"] = types.ModuleType("vanilla_transformer")
+package.__path__ = [sys.argv[-1]]
+"""
 # Writes its process id, waits for the answer that its signal deserves, and takes a while to give it.
-WORKER = """
-import os, pathlib, runpy, signal, sys, time
+WORKER = f"""{EMPTY}
+import os, pathlib, runpy, signal, time
+from vanilla_transformer.signals import stopping_signals
 runpy.run_path(sys.argv[2])["bind_to_launcher"]()
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 def stop(number, frame):
     time.sleep(0.3)
-    with (folder / f"saved-{rank}").open("a") as file:
-        file.write(f"{number} ")
+    with (folder / f"saved-{{rank}}").open("a") as file:
+        file.write(f"{{number}} ")
     sys.exit(128 + number)
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in stopping_signals():
     signal.signal(number, stop)
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
+(folder / f"pid-{{rank}}").write_text(str(os.getpid()))
 time.sleep(100)
 """
-# The module by its path: to import the package takes longer than all of this.
-LAUNCHER = """
-import runpy, sys
+LAUNCHER = f"""{EMPTY}
+import runpy
 launch = runpy.run_path(sys.argv[3])["launch"]
 launch.__globals__["_WORKER"] = sys.argv[1]
 sys.exit(launch(sys.argv[2:], 2))
@@ -41,10 +50,18 @@ sys.exit(launch(sys.argv[2:], 2))
 @pytest.fixture
 def launched(tmp_path):
     """A launcher in a process group of its own, and its two workers' process ids."""
-    command = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), launcher.__file__]
+    with launching(tmp_path) as running:
+        yield running
+
+
+@contextmanager
+def launching(folder, *before):
+    """Start the launcher, behind a command that starts others."""
+    module = Path(launcher.__file__)
+    command = [*before, sys.executable, "-c", LAUNCHER, WORKER, folder, module, module.parents[1]]
     process = subprocess.Popen(command, process_group=0)
     try:
-        paths = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+        paths = [folder / f"pid-{rank}" for rank in (0, 1)]
         wait_until(lambda: all(path.exists() and path.read_text() for path in paths))
         yield process, [int(path.read_text()) for path in paths]
     finally:
@@ -67,7 +84,7 @@ def is_running(number: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("target", ["launcher", "group"])
 def test_a_signal_reaches_every_worker_once_and_their_status_comes_back(launched, tmp_path, number, status, target):
     process, workers = launched
@@ -76,6 +93,51 @@ def test_a_signal_reaches_every_worker_once_and_their_status_comes_back(launched
     assert not any(map(is_running, workers))
     for rank in (0, 1):
         assert (tmp_path / f"saved-{rank}").read_text().split()[0] == str(int(number))
+
+
+def test_a_terminal_that_is_lost_does_not_end_what_nohup_started(tmp_path):
+    with launching(tmp_path, "nohup") as (process, workers):
+        os.killpg(process.pid, signal.SIGHUP)
+        for worker in workers:
+            os.kill(worker, signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None and all(map(is_running, workers))
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+    assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text() == "15 "
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_ends_the_starting_too(tmp_path, monkeypatch, number):
+    started, start = [], launcher._start
+
+    def start_and_stop(*arguments):
+        # While the second process is being started, and is not among the others yet.
+        started.append(start(*arguments))
+        if len(started) == 2:
+            signal.raise_signal(number)
+        return started[-1]
+
+    monkeypatch.setattr(launcher, "_WORKER", "import time; time.sleep(100)")
+    monkeypatch.setattr(launcher, "_start", start_and_stop)
+    assert launcher.launch([], 100) == 128 + number
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+
+
+def test_processes_that_the_system_does_not_start(monkeypatch):
+    started, start = [], launcher._start
+
+    def start_few(*arguments):
+        if len(started) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(start(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(launcher, "_WORKER", "import time; time.sleep(100)")
+    monkeypatch.setattr(launcher, "_start", start_few)
+    with pytest.raises(UserError, match="--num_processes is 4, but only 2 could be started"):
+        launcher.launch([], 4)
+    assert [process.wait(timeout=60) for process in started] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's notice of a parent's death")

@@ -9,9 +9,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 import vanilla_transformer
 from vanilla_transformer.cli import VERBS, main
+from vanilla_transformer.translation.backends import SearchBackend
 
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "vanilla-transformer"
@@ -55,6 +57,33 @@ def test_without_a_verb_the_overview_is_printed_and_the_command_fails(call):
 @pytest.mark.parametrize(("given", "nearest"), [("trian", "train"), ("translat", "translate"), ("scores", "score")])
 def test_an_unknown_verb_names_the_nearest(refused, given, nearest):
     assert refused(given, status=2) == f"vanilla-transformer: {given} is not a verb; did you mean {nearest}?"
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])
+def test_launchers_share_out_training_alone(refused, monkeypatch, verb):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    line = refused(verb)
+    assert f"{verb}: A launcher has started 2 processes, and each would do the same; start {verb} without" in line
+    # One process is none of several.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("sys.argv", ["vanilla-transformer", verb, "--help"])
+    assert main() == 0
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [("0", "0", True), ("1", "1", False), ("8", "0", True)])
+def test_one_process_of_each_machine_tells_what_is_wrong(call, monkeypatch, rank, local_rank, speaks):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    status, _, err = call("train")
+    assert (status, bool(err)) == (1, speaks)
+
+
+@pytest.mark.parametrize("reserve", [lambda: bytearray(1 << 60), lambda: torch.empty(1 << 58)])
+def test_memory_that_does_not_suffice(refused, run_folder, monkeypatch, reserve):
+    monkeypatch.setattr(SearchBackend, "translate", lambda *arguments, **options: reserve())
+    line = refused("translate", "--model", run_folder, "Hello.")
+    assert "Out of memory; lower what takes it, such as --tokens_per_batch" in line
 
 
 def test_a_verb_like_no_other_is_answered_with_the_verbs(refused):

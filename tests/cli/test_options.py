@@ -50,6 +50,18 @@ def recipe(folder: Path, text: str) -> str:
 # Flags
 
 
+def test_numbers_beyond_counting(tmp_path):
+    largest = 2**31 - 1
+    assert everything("--number", str(largest)).number == largest
+    for given in (["--number", str(2**31)], ["--maybe_number", "99999999999"]):
+        with pytest.raises(UserError, match=rf"^{given[0]} is {given[1]}; it must be below 2 \*\* 31\.$"):
+            everything(*given)
+    with pytest.raises(UserError, match=r"^--number is 99999999999; it must be below"):
+        everything("--config", recipe(tmp_path, "number: 99999999999"))
+    options = parse(TrainingOptions, ["--seed", str(2**40)], prog="train", summary="")
+    assert options.seed == 2**40
+
+
 def test_without_flags_the_options_are_the_dataclass_defaults():
     assert everything() == Everything()
 

@@ -96,6 +96,12 @@ def test_an_unknown_option(refused, train):
     )
 
 
+def test_more_processes_than_the_machine_has_cores_for(refused, train, tmp_path):
+    line = refused(*train("--num_processes", 100_000))
+    assert "--num_processes is 100000; it must be at most " in line
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("flag", ["--max_update", "--max-updates", "--MAX_UPDATES", "--maxupdates"])
 def test_a_misspelt_option(refused, train, tmp_path, flag):
     line = refused(*train(flag, "3"), status=2)

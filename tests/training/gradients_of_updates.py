@@ -69,5 +69,5 @@ def compute_as_process(rank: int, processes: int, port: int, folder: Path, cases
     """`compute` as one of the processes that a launcher would start."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     compute(folder, cases, rank, processes)

@@ -114,7 +114,10 @@ def processes(launcher: str, script: Path, arguments: list[str], log: Path, numb
     else:
         command = ["accelerate.commands.launch", "--config_file", str(LAUNCH / f"{launcher}.yaml")]
         command += ["--num_processes", str(number), "--main_process_port", port]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    if torch.accelerator.is_available():
+        # A machine without needs no telling.
+        environment["ACCELERATE_USE_CPU"] = "true"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *command, str(script), *arguments],
@@ -285,7 +288,9 @@ def test_a_run_stopped_on_two_processes_continues_on_one(flags, tmp_path, launch
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda number: number.name
+    "number",
+    [signal.SIGHUP, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM))],
+    ids=lambda number: number.name,
 )
 def test_a_signal_to_the_whole_group_saves_a_checkpoint(flags, tmp_path, number):
     log, folder = tmp_path / "log", tmp_path / "run"

@@ -1,3 +1,4 @@
+import errno
 import subprocess
 import sys
 import threading
@@ -5,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.training import leases
 from vanilla_transformer.training.checkpoints import (
     discard,
     fault_of,
@@ -13,7 +16,7 @@ from vanilla_transformer.training.checkpoints import (
     update_of,
     write_checkpoint,
 )
-from vanilla_transformer.training.leases import reading
+from vanilla_transformer.training.leases import reading, training_in
 
 
 def write_files(folder: Path) -> None:
@@ -127,3 +130,29 @@ def test_a_damaged_checkpoint_without_manifest_can_be_deleted(tmp_path):
     (first / "manifest.json").unlink()
     rotate(tmp_path, 1)
     assert list_checkpoints(tmp_path) == [second]
+
+
+def test_one_run_at_a_time_writes_into_a_folder(tmp_path):
+    with training_in(tmp_path):
+        with pytest.raises(UserError, match=f"^Another process trains in {tmp_path} already"), training_in(tmp_path):
+            pytest.fail("trained")
+        with training_in(tmp_path.parent):
+            pass
+    # A run that was killed holds nothing, and one that failed neither.
+    with pytest.raises(ConnectionError), training_in(tmp_path):
+        raise ConnectionError
+    with training_in(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(leases.fcntl, "flock", refuse)
+    with training_in(tmp_path):
+        pass
+    # As on Windows.
+    monkeypatch.setattr(leases, "fcntl", None)
+    with training_in(tmp_path):
+        pass

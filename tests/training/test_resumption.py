@@ -149,9 +149,10 @@ def test_time_that_runs_out_saves_and_stops(uninterrupted, make_options, tmp_pat
 def test_a_run_may_be_stopped_again_and_again(uninterrupted, make_options, tmp_path):
     options = make_options(tmp_path)
     numbers = []
-    for update in (2, 3, 5, 10):
-        with stopped_after(update, signal.SIGTERM, times=2) as steps:
-            assert train_anew(options).interrupted_by == signal.SIGTERM
+    for update, number in ((2, signal.SIGTERM), (3, signal.SIGHUP), (5, signal.SIGTERM), (10, signal.SIGHUP)):
+        with stopped_after(update, number, times=2) as steps:
+            result = train_anew(options)
+        assert (result.interrupted_by, result.out_of_time) == (number, False)
         numbers += steps
         options = replace(options, resume=True)
     with observed_steps() as steps:

@@ -10,6 +10,8 @@ from importlib import import_module
 from vanilla_transformer import __version__
 from vanilla_transformer.errors import UserError
 
+from .standard_error import StandardError
+
 
 PROGRAM = "vanilla-transformer"
 
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = PROGRAM
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    given, sys.stderr = sys.stderr, StandardError(sys.stderr)
     try:
         _prepare_output()
         if not arguments or arguments[0] in ("-h", "--help"):
@@ -52,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise _usage_error(verb)
         name = f"{PROGRAM} {verb}"
         _check_encoding(arguments)
+        _check_launcher(verb)
         status = _run(verb, arguments[1:])
         sys.stdout.flush()
         return status
@@ -73,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The name of a file, which a recipe tells.
             _complain(name, f"{error.object} {_NOT_OF_THE_LOCALE.format(error.encoding)}")
             return 1
+        if _is_out_of_memory(error):
+            remedy = "lower what takes it, such as --tokens_per_batch, --num_beams, --num_hypotheses or --workers"
+            _complain(name, f"Out of memory; {remedy}.")
+            return 1
         reason = _reason_of_disk(error)
         if reason is None:
             raise
@@ -80,6 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = getattr(error, "filename2", None) or getattr(error, "filename", None) or "the output"
         _complain(name, f"{reason}: {place}; make room or choose another folder.")
         return 1
+    finally:
+        sys.stderr = given
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # The class of torch, which is not imported here, and what it says of memory that is not a GPU's.
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate" in str(error))
+    )
 
 
 def _reason_of_disk(error: Exception) -> str | None:
@@ -113,6 +132,15 @@ def _check_encoding(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if encoding != "utf-8" and any("\udc80" <= letter <= "\udcff" for letter in argument):
             raise UserError(f"{argument} {_NOT_OF_THE_LOCALE.format(encoding)}")
+
+
+def _check_launcher(verb: str) -> None:
+    """Refuse to do several times side by side what is done once; processes of a launcher share training alone."""
+    number = os.environ.get("WORLD_SIZE", "1")
+    if verb != "train" and "LOCAL_RANK" in os.environ and number != "1":
+        raise UserError(
+            f"A launcher has started {number} processes, and each would do the same; start {verb} without a launcher."
+        )
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
@@ -158,6 +186,6 @@ def _overview() -> str:
 
 
 def _complain(name: str, message: str) -> None:
-    # One of several processes speaks for all.
-    if os.environ.get("RANK", "0") == "0":
+    # One of several processes on a machine speaks for all.
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"{name}: {message}", file=sys.stderr)

@@ -11,7 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.signals import stopping_signals
 
 
 # How long the other processes may go on after one has failed: they may wait for it for ever.
@@ -28,8 +32,9 @@ def is_launched() -> bool:
 def launch(arguments: Sequence[str], num_processes: int) -> int:
     """Run the command line in several processes, until all have ended.
 
-    SIGINT and SIGTERM are passed on to all of them. If one fails, the others are ended. None outlives this process,
-    however it ends: on Linux the kernel sends them SIGTERM when it is killed.
+    SIGINT, SIGTERM and SIGHUP are passed on to all of them; one that comes while they are being started ends those
+    that there are. If one fails, the others are ended. None outlives this process, however it ends: on Linux the
+    kernel sends them SIGTERM when it is killed.
 
     Args:
         arguments: Arguments of the command line, the verb first.
@@ -37,11 +42,39 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
 
     Returns:
         The status of the first process that ended with another than 0, with 128 + n for one killed by signal n; or 0.
+
+    Raises:
+        UserError: The operating system does not start so many processes.
     """
+    shared = _environment(num_processes)
+    workers: list[subprocess.Popen] = []
+    with _receiving() as received:
+        try:
+            while len(workers) < num_processes and not received:
+                rank = str(len(workers))
+                workers.append(_start(arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}))
+            if len(workers) == num_processes:
+                return _wait(workers, received)
+            # They would wait for those that are missing.
+            status = 128 + received.pop(0)
+            _send(workers, signal.SIGTERM)
+            _wait(workers, received)
+            return status
+        except OSError as error:
+            raise UserError(
+                f"--num_processes is {num_processes}, but only {len(workers)} could be started ({error.strerror}); "
+                "lower it."
+            ) from error
+        finally:
+            _send(workers, signal.SIGKILL)
+
+
+def _environment(num_processes: int) -> dict[str, str]:
+    """The variables that all processes have."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {
+    return {
         # As torchrun has it, but with all of the cores.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))
         if hasattr(os, "sched_getaffinity")
@@ -53,29 +86,36 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
         "LOCAL_WORLD_SIZE": str(num_processes),
         _PARENT: str(os.getpid()),
     }
-    workers: list[subprocess.Popen] = []
 
-    def pass_on(number: int, _frame: object = None) -> None:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+def _start(arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
+    # In a process group of its own, so that a Ctrl-C reaches it once, through this process.
+    return subprocess.Popen([sys.executable, "-c", _WORKER, *arguments], env=environment, process_group=0)
+
+
+@contextmanager
+def _receiving() -> Iterator[list[int]]:
+    """Collect the signals to pass on; a handler that passed them on itself could miss a process that is starting."""
+    received: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, _frame: received.append(number)) for number in stopping_signals()
+    }
     try:
-        for rank in range(num_processes):
-            # In a process group of its own, so that a Ctrl-C reaches it once, through `pass_on`.
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", _WORKER, *arguments],
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    process_group=0,
-                )
-            )
-        return _wait(workers, pass_on)
+        yield received
     finally:
-        pass_on(signal.SIGKILL)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _send(workers: Sequence[subprocess.Popen], number: int) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            worker.send_signal(number)
+
+
+def is_worker() -> bool:
+    """Whether `launch` has started this process."""
+    return _PARENT in os.environ
 
 
 def work(arguments: Sequence[str]) -> int:
@@ -96,16 +136,18 @@ def bind_to_launcher() -> None:
             sys.exit(128 + signal.SIGTERM)
 
 
-def _wait(workers: Sequence[subprocess.Popen], pass_on) -> int:
-    """Wait for all processes, and end them all when one has failed."""
+def _wait(workers: Sequence[subprocess.Popen], received: list[int]) -> int:
+    """Wait for all processes, pass on what is received, and end them all when one has failed."""
     status, deadline = 0, float("inf")
     while None in (returncodes := [worker.poll() for worker in workers]):
+        while received:
+            _send(workers, received.pop(0))
         failed = [returncode for returncode in returncodes if returncode]
         if failed and status == 0:
             status, deadline = _status(failed[0]), time.monotonic() + GRACE_SECONDS
-            pass_on(signal.SIGTERM)
+            _send(workers, signal.SIGTERM)
         if time.monotonic() > deadline:
-            pass_on(signal.SIGKILL)
+            _send(workers, signal.SIGKILL)
         time.sleep(0.05)
     return status or next((_status(worker.returncode) for worker in workers if worker.returncode), 0)
 

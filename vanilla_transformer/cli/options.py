@@ -15,6 +15,8 @@ from vanilla_transformer.errors import UserError
 
 Options = TypeVar("Options")
 
+_TOO_LARGE = 1 << 31
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports mistakes in one sentence, without the usage text that would hide it."""
@@ -37,7 +39,8 @@ def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: st
         The options.
 
     Raises:
-        UserError: An option is unknown, misspelt, lacks its value or has one of the wrong type.
+        UserError: An option is unknown, misspelt, lacks its value or has one of the wrong type, or a number that is
+            larger than anything can be counted here.
     """
     hints = get_type_hints(options)
     takes_recipe = getattr(options, "TAKES_RECIPE", False)
@@ -62,6 +65,10 @@ def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: st
     recipe = values.pop("config", None)
     if recipe is not None:
         values = {**read_recipe(recipe, options), **values}
+    for name, value in values.items():
+        # Beyond it, libraries overflow or abort. A seed counts nothing.
+        if name != "seed" and isinstance(value, int) and value >= _TOO_LARGE:
+            raise UserError(f"--{name} is {value}; it must be below 2 ** 31.")
     return options(**values)
 
 

@@ -9,6 +9,8 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.texts import check_texts, open_texts
 
+from .launcher import is_launched, is_worker, launch
+
 
 if TYPE_CHECKING:
     from vanilla_transformer.publishing.background import BackgroundPush
@@ -33,11 +35,16 @@ def run(options: TrainingOptions) -> int:
     if options.dry_run:
         from vanilla_transformer.training.estimation import dry_run
 
-        for name, value in dry_run(options).items():
+        found = dry_run(options)
+        # One of several processes speaks for all.
+        for name, value in found.items() if os.environ.get("RANK", "0") == "0" else ():
             print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
         return 0
     from vanilla_transformer.training.engine import train
+    from vanilla_transformer.training.process import check_devices
 
+    if is_worker():
+        check_devices(options, int(os.environ["WORLD_SIZE"]))
     push = _push(options)
     try:
         result = train(options, _sample_bleu(options), None if push is None else push.offer)
@@ -89,8 +96,6 @@ def _launch(options: TrainingOptions) -> int:
     from dataclasses import replace
 
     import yaml
-
-    from .launcher import is_launched, launch
 
     if is_launched():
         raise UserError(

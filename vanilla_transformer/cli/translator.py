@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from vanilla_transformer.cores import check_side_by_side
 from vanilla_transformer.training.configuration import option
 from vanilla_transformer.translation.arguments import (
     LongTexts,
     Quantization,
     SearchRules,
-    check_at_least,
     check_model_id,
     check_search,
 )
@@ -74,7 +74,7 @@ def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
     sizes = {"tokens_per_batch": options.tokens_per_batch, "max_source_tokens": options.max_source_tokens}
     # Before seconds of imports.
     check_search(search, **sizes)
-    check_at_least("workers", options.workers, 1)
+    check_side_by_side("workers", options.workers)
     check_model_id(options.model)
     from vanilla_transformer.translation.translator import Translator
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from vanilla_transformer.cores import check_side_by_side
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PAPER, TRAINING_PROVENANCE
 
@@ -231,9 +232,9 @@ class TrainingOptions:
             "save_every",
             "keep_last",
             "num_beams",
-            "num_processes",
         ):
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        check_side_by_side("num_processes", self.num_processes)
         for name in ("max_epochs", "average_last"):
             if getattr(self, name) is not None:
                 self._require(name, getattr(self, name) >= 1, "at least 1")

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,13 @@ from .fusion import operations_of
 from .identity import architecture_of, differences, identity_of
 from .initialisation import make_model
 from .journal import Journal, Window, validation_line
-from .leases import hand_out
+from .leases import hand_out, training_in
 from .loss import SmoothedTranslationLoss
 from .memory import FreedMemory
 from .output_folder import check_output_dir
 from .packing import can_pack
 from .preparation import PreparedData, prepare
-from .process import OUT_OF_TIME, accelerating, catch_signals
+from .process import OUT_OF_TIME, accelerating, catch_signals, most_pressing
 from .reading_order import make_plan
 from .result import TrainingResult, write_result
 from .run_folder import write_run_record
@@ -88,9 +89,12 @@ def train(
     if options.num_processes > 1:
         raise ValueError("`train` is one process; call `launch` to start several that call it.")
     check_output_dir(options)
-    cache_dir = options.cache_dir or options.output_dir / "cache"
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with accelerating(options) as accelerator:
+    with (
+        accelerating(options) as accelerator,
+        training_in(options.output_dir) if accelerator.is_main_process else nullcontext(),
+    ):
+        cache_dir = options.cache_dir or options.output_dir / "cache"
+        cache_dir.mkdir(parents=True, exist_ok=True)
         with accelerator.main_process_first():
             data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
         deadline = started + options.max_seconds
@@ -392,7 +396,7 @@ class TrainingRun:
         self._received = number
 
     def _exchange(self, sums: torch.Tensor, stop: int) -> tuple[torch.Tensor, int, int]:
-        """Sum losses and computed tokens over the processes, and take the largest of their wishes to stop."""
+        """Sum losses and computed tokens over the processes, and take the most pressing of their wishes to stop."""
         computed_tokens = self.optimiser_step.computed_tokens
         if self.accelerator.num_processes == 1:
             return sums, computed_tokens, stop
@@ -400,7 +404,8 @@ class TrainingRun:
         values = [*sums.tolist(), computed_tokens, stop]
         message = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         messages = self.accelerator.gather(message).cpu().view(-1, 4)
-        return messages[:, :2].sum(dim=0), int(messages[:, 2].sum()), int(messages[:, 3].max())
+        stops = messages[:, 3].int().tolist()
+        return messages[:, :2].sum(dim=0), int(messages[:, 2].sum()), most_pressing(stops)
 
     def _write_checkpoint_files(
         self, folder: Path, state: dict, model: PreTrainedModel, tensors: dict[str, dict[str, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""Leases on checkpoints: one that is being read is not deleted, whoever reads it."""
+"""Leases: a checkpoint that is being read is not deleted, and one run at a time writes into a folder."""
 
 import errno
 import os
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from vanilla_transformer.errors import UserError
 
 
 try:
@@ -15,6 +17,32 @@ except ImportError:
     fcntl = None
 
 MANIFEST = "manifest.json"
+# Stays when the run is over: whoever waited for it to be deleted could lock a file that is gone.
+_RUN_LOCK = "run.lock"
+
+
+@contextmanager
+def training_in(folder: Path) -> Iterator[None]:
+    """Keep a second run from writing into a run's folder, until this one has ended or died.
+
+    Args:
+        folder: Folder of the run.
+
+    Raises:
+        UserError: Another process trains there.
+    """
+    with (folder / _RUN_LOCK).open("ab") as lock:
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"Another process trains in {folder} already; wait for its end, or name another --output_dir."
+            ) from error
+        except OSError:
+            # Some network file systems know no locks.
+            pass
+        yield
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from tqdm import tqdm
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
+from vanilla_transformer.cores import check_side_by_side
 from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.loading import check_tokenizer_fits, load_model, load_tokenizer
@@ -100,7 +101,7 @@ class Translator:
             raise UserError(f"{type(model).__name__} does not generate text; load a model for translation.")
         check_search(search, tokens_per_batch=tokens_per_batch, max_source_tokens=max_source_tokens)
         check_at_least("window", window, 1)
-        check_at_least("workers", workers, 1)
+        check_side_by_side("workers", workers)
         self.model = model
         self.tokenizer = _speaking(tokenizer, target_language)
         self.options = options_for(model, search)
