@@ -93,7 +93,8 @@ def tokenizer(request, trained, tmp_path) -> VanillaTransformerTokenizer:
 def assert_round_trip(tokenizer: VanillaTransformerTokenizer, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
     assert ids[-1] == EOS
-    assert min(ids[:-1], default=MASK + 1) > MASK, f"a special id in {ids}"
+    assert min(ids[:-1], default=MASK) >= MASK, f"an id that steers the model in {ids}"
+    assert ids.count(MASK) == text.count("<mask>")
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer.decode(ids[:-1]) == text
 
@@ -194,8 +195,26 @@ def test_truncation_keeps_the_ending(tokenizer):
 
 
 def test_special_tokens_in_text_can_be_asked_for(tokenizer):
-    assert tokenizer("a<mask>b", split_special_tokens=False)["input_ids"].count(MASK) == 1
-    assert MASK not in tokenizer("a<mask>b")["input_ids"]
+    assert tokenizer("a</s>b", split_special_tokens=False)["input_ids"].count(EOS) == 2
+    assert tokenizer("a</s>b")["input_ids"].count(EOS) == 1
+
+
+def test_masks_and_added_tokens_are_found_in_texts_and_what_steers_the_model_is_not(trained, tmp_path):
+    text = "a</s> <mask> <ph> <nh><pad> b"
+    size = len(trained)
+    trained.add_tokens(["<nh>"])
+    trained.add_special_tokens({"extra_special_tokens": ["<ph>"]})
+    trained.save_pretrained(tmp_path)
+    expected = trained(text)["input_ids"]
+    for tokenizer in (trained, AutoTokenizer.from_pretrained(tmp_path)):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == expected
+        assert [index for index in ids if index < 5 or index >= size] == [MASK, size + 1, size, EOS]
+        assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == ids[:-1]
+        assert tokenizer([text, "b"], padding=True)["input_ids"][0] == ids
+        assert tokenizer(text, text)["input_ids"] == [*ids, *ids]
+        assert tokenizer.decode(ids[:-1]) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text.replace("<ph>", "")
 
 
 def test_lone_surrogates_are_a_type_error(tokenizer):
@@ -346,8 +365,8 @@ def test_an_empty_corpus_allows_the_bytes_alone():
 
 
 def test_special_names_in_the_corpus_are_learnt_as_text():
-    tokenizer = VanillaTransformerTokenizer.train_from_iterator(["</s> <mask>"] * 50, 266)
-    assert_round_trip(tokenizer, "</s> <mask>")
+    tokenizer = VanillaTransformerTokenizer.train_from_iterator(["</s> <unk>"] * 50, 265)
+    assert_round_trip(tokenizer, "</s> <unk>")
     assert len(tokenizer("</s>")["input_ids"]) < len(VanillaTransformerTokenizer()("</s>")["input_ids"])
 
 

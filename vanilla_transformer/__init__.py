@@ -23,6 +23,7 @@ _HOMES = {
     "VanillaTransformerForSequenceClassification": "modeling_vanilla_transformer",
     "VanillaTransformerForTokenClassification": "modeling_vanilla_transformer",
     "VanillaTransformerModel": "modeling_vanilla_transformer",
+    "VanillaTransformerPreTrainedModel": "modeling_vanilla_transformer",
     "VanillaTransformerTokenizer": "tokenization_vanilla_transformer",
     "paper_beam_search": "translation.generation",
 }

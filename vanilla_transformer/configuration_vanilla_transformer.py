@@ -1,11 +1,20 @@
 """Hyper-parameters of the Transformer of Vaswani et al. (2017), "Attention Is All You Need"."""
 
 import copy
-from typing import Literal
+import math
+import shutil
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+
+
+# Sizes from here on are no sizes of a tensor that a machine has.
+_TOO_LARGE = 2**31
 
 
 @strict
@@ -117,6 +126,19 @@ class VanillaTransformerConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = 1
 
     def __post_init__(self, **kwargs):
+        # What every configuration of transformers has, and trusts in.
+        for name, value in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
+            known = isinstance(getattr(torch, value, None) if isinstance(value, str) else value, torch.dtype)
+            if value is not None and not known:
+                raise ValueError(f'`{name}` is {value!r}; it must be the name of a type of torch, such as "float32".')
+        if self.id2label is not None and not (
+            isinstance(self.id2label, dict) and all(str(key).isdecimal() for key in self.id2label)
+        ):
+            raise ValueError(f"`id2label` is {self.id2label!r}; it must map the numbers of classes to their names.")
+        if kwargs.get("num_labels") is None:
+            kwargs.pop("num_labels", None)
+        elif not _is_count(kwargs["num_labels"], at_least=1):
+            raise ValueError(f"`num_labels` is {kwargs['num_labels']!r}; it must be a whole number of at least 1.")
         # `get_text_config(decoder=True)` writes this value into `vocab_size`, which cannot be None.
         if self.decoder_vocab_size is None or self.share_encoder_decoder_embeddings:
             self.decoder_vocab_size = self.vocab_size
@@ -140,31 +162,60 @@ class VanillaTransformerConfig(PreTrainedConfig):
         view.vocab_size = self.decoder_vocab_size
         return view
 
+    def save_pretrained(self, save_directory: str | PathLike, **kwargs: Any) -> None:
+        """Save the configuration; one of a published model with the sources that it names.
+
+        So a model that was loaded from there, with the sources or with this package, and that is saved or pushed again
+        runs where the package is not installed, too.
+
+        Args:
+            save_directory: Folder, which is made if it is not there.
+            **kwargs: As for every `PreTrainedConfig`.
+        """
+        if getattr(self, "auto_map", None):
+            sources = {path.stem: path for path in Path(__file__).parent.glob("*_vanilla_transformer.py")}
+
+            def named_here(value: Any) -> Any:
+                """Names of classes without the repository that they were loaded from."""
+                if isinstance(value, dict):
+                    return {key: named_here(part) for key, part in value.items()}
+                local = str(value).split("--")[-1]
+                return local if local.split(".")[0] in sources else value
+
+            self.auto_map = named_here(self.auto_map)
+            if getattr(self, "custom_pipelines", None):
+                self.custom_pipelines = named_here(self.custom_pipelines)
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            for path in sources.values():
+                shutil.copy(path, save_directory)
+        super().save_pretrained(save_directory, **kwargs)
+
     def validate_architecture(self) -> None:
         """Check that the values fit together; called once all fields are set.
 
         Raises:
             ValueError: Names the field, its value, the rule and the remedy.
         """
-        for name in (
-            "vocab_size",
-            "decoder_vocab_size",
-            "d_model",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "max_position_embeddings",
+        # Types are checked again: values under the general names, such as `num_hidden_layers`, come past the fields.
+        for name, at_least, otherwise in (
+            ("vocab_size", 1, ""),
+            ("decoder_vocab_size", 1, ""),
+            ("d_model", 1, ""),
+            ("encoder_layers", 0, ""),
+            ("decoder_layers", 0, ""),
+            ("encoder_attention_heads", 1, ""),
+            ("decoder_attention_heads", 1, ""),
+            ("d_k", 1, ", or null for d_model / heads"),
+            ("d_v", 1, ", or null for d_model / heads"),
+            ("encoder_ffn_dim", 1, ""),
+            ("decoder_ffn_dim", 1, ""),
+            ("max_position_embeddings", 1, ""),
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        for name in ("encoder_layers", "decoder_layers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 0.")
-        for name in ("d_k", "d_v"):
-            width = getattr(self, name)
-            if width is not None and width < 1:
-                raise ValueError(f"`{name}` is {width}; it must be at least 1, or null for d_model / heads.")
+            value = getattr(self, name)
+            if not (_is_count(value, at_least=at_least) or (otherwise and value is None)):
+                raise ValueError(
+                    f"`{name}` is {value!r}; it must be a whole number, at least {at_least} and below 2^31{otherwise}."
+                )
         if self.d_k is None or self.d_v is None:
             for name in ("encoder_attention_heads", "decoder_attention_heads"):
                 heads = getattr(self, name)
@@ -189,10 +240,12 @@ class VanillaTransformerConfig(PreTrainedConfig):
         for name in ("dropout", "attention_dropout", "activation_dropout", "classifier_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; it must be at least 0 and below 1.")
-        if not self.layer_norm_eps > 0.0:
-            raise ValueError(f"`layer_norm_eps` is {self.layer_norm_eps}; it must be above 0.")
-        if self.init_std is not None and not self.init_std >= 0.0:
-            raise ValueError(f"`init_std` is {self.init_std}; it must be at least 0, or null for d_model ** -0.5.")
+        if not 0.0 < self.layer_norm_eps < math.inf:
+            raise ValueError(f"`layer_norm_eps` is {self.layer_norm_eps}; it must be above 0 and finite.")
+        if self.init_std is not None and not 0.0 <= self.init_std < math.inf:
+            raise ValueError(
+                f"`init_std` is {self.init_std}; it must be at least 0 and finite, or null for d_model ** -0.5."
+            )
         if self.activation_function not in ACT2FN:
             raise ValueError(
                 f"`activation_function` is {self.activation_function!r}; it must be one that transformers knows, "
@@ -205,9 +258,15 @@ class VanillaTransformerConfig(PreTrainedConfig):
             ("decoder_start_token_id", self.decoder_vocab_size),
         ):
             value = getattr(self, name)
+            if value == []:
+                raise ValueError(f"`{name}` is []; it must hold an id, or be null if no token ends a target.")
             for token_id in value if isinstance(value, list) else [value]:
                 if token_id is not None and not 0 <= token_id < size:
                     raise ValueError(f"`{name}` is {value}; it must lie in the vocabulary, 0 to {size - 1}.")
+
+
+def _is_count(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and at_least <= value < _TOO_LARGE
 
 
 __all__ = ["VanillaTransformerConfig"]

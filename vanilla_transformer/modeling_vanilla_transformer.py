@@ -7,13 +7,16 @@ Parameter names are those of BART and Marian.
 """
 
 import copy
+import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -35,6 +38,12 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_vanilla_transformer import VanillaTransformerConfig
+
+
+if TYPE_CHECKING:
+    # transformers saves a remote model with the files that this one's text imports, and the configuration of a
+    # translation model names the pipeline. Importing it here would load all of transformers' own.
+    from .pipeline_vanilla_transformer import TranslationPipeline  # noqa: F401
 
 
 def shift_tokens_right(labels: torch.Tensor, *, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
@@ -77,6 +86,18 @@ def token_loss(
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def count_positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Number the tokens of each text, so that padding does not move them, whichever side it is on.
+
+    Args:
+        attention_mask: [B, T], 1 for tokens and 0 for padding.
+
+    Returns:
+        Positions [B, T]: 0 at a text's first token; padding repeats that of the token before it, or has 0.
+    """
+    return (attention_mask.bool().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
@@ -344,11 +365,12 @@ class VanillaTransformerScaledEmbedding(nn.Embedding):
 
     def __init__(self, config: VanillaTransformerConfig, vocab_size: int):
         super().__init__(vocab_size, config.d_model, padding_idx=config.pad_token_id)
-        self.scale = config.d_model**0.5 if config.scale_embedding else 1.0
+        # PEFT looks for this name: its adapters of embeddings replace `forward`.
+        self.embed_scale = config.d_model**0.5 if config.scale_embedding else 1.0
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Map ids [B, T] to vectors [B, T, D]."""
-        return super().forward(input_ids) * self.scale
+        return super().forward(input_ids) * self.embed_scale
 
 
 class VanillaTransformerSinusoidalPositions(nn.Module):
@@ -491,9 +513,17 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
         position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
         num_past_positions: int | torch.Tensor = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Add positions to embeddings, with dropout on the sum (§3.4, §3.5, §5.4).
+
+        Args:
+            input_ids: Ids [B, T], or `None`.
+            inputs_embeds: Scaled token embeddings [B, T, D], or `None`.
+            position_ids: [B or 1, T]; `None` numbers the tokens of each text as `attention_mask` has them.
+            attention_mask: [B, past + T], 1 for tokens and 0 for padding; one of another rank tells no positions.
+            num_past_positions: Number of positions in the cache.
 
         Returns:
             The hidden states that enter the first layer [B, T, D], the token embeddings [B, T, D] and the position ids
@@ -520,12 +550,15 @@ class VanillaTransformerStack(VanillaTransformerPreTrainedModel):
                     f"{self.config.max_position_embeddings}; shorten the text, or build a model with more learned or "
                     "with sinusoidal positions."
                 )
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + num_past_positions
-            position_ids = position_ids.unsqueeze(0)
+            columns = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + num_past_positions
+            position_ids = columns.unsqueeze(0)
+            if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+                position_ids = count_positions(attention_mask).to(columns.device).index_select(1, columns)
         hidden_states = inputs_embeds + self.embed_positions(position_ids, inputs_embeds.dtype)
         device_type = hidden_states.device.type
-        if torch.is_autocast_enabled(device_type):
-            # Sums of the residual connections in the dtype of what is added to them need no conversions.
+        if device_type == "cpu" and torch.is_autocast_enabled(device_type):
+            # There the sums of the residual connections are as slow as their bytes are many. Elsewhere they stay in
+            # float32: in half precision each layer of the pre-norm order rounds what all before it have added up.
             hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
         return self.dropout(hidden_states), inputs_embeds, position_ids
 
@@ -565,13 +598,14 @@ class VanillaTransformerEncoder(VanillaTransformerStack):
             input_ids: Source ids [B, S]; or pass `inputs_embeds`.
             attention_mask: [B, S], 1 for tokens and 0 for padding; `None` means no padding.
             inputs_embeds: Scaled token embeddings [B, S, D].
-            position_ids: [B, S], from 0 on; `None` counts from the left.
+            position_ids: [B, S]; `None` numbers the tokens of each text from 0 on as a mask [B, S] has them, so that
+                the side of the padding does not matter, and counts from the left without one.
             **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
 
         Returns:
             The last layer's hidden states [B, S, D] and what was asked for.
         """
-        hidden_states, inputs_embeds, _ = self.embed(input_ids, inputs_embeds, position_ids)
+        hidden_states, inputs_embeds, _ = self.embed(input_ids, inputs_embeds, position_ids, attention_mask)
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask
         )
@@ -627,7 +661,8 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
             encoder_attention_mask: [B, S], as the encoder had it.
             past_key_values: Keys and values of earlier positions, and of the source once it was seen.
             inputs_embeds: Scaled token embeddings [B, T, D].
-            position_ids: [B, T]; `None` counts on from the cache's length.
+            position_ids: [B, T]; `None` numbers the tokens of each text from 0 on as a mask [B, past + T] has them, so
+                that the side of the padding does not matter, and counts on from the cache's length without one.
             use_cache: Whether to return keys and values for the next call.
             **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
 
@@ -641,7 +676,7 @@ class VanillaTransformerDecoder(VanillaTransformerStack):
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
         num_past_positions = past_key_values.get_seq_length() if past_key_values is not None else 0
         hidden_states, inputs_embeds, position_ids = self.embed(
-            input_ids, inputs_embeds, position_ids, num_past_positions
+            input_ids, inputs_embeds, position_ids, attention_mask, num_past_positions
         )
         causal_mask = create_causal_mask(
             config=self.config,
@@ -723,6 +758,31 @@ class VanillaTransformerModel(VanillaTransformerBaseModel):
         "decoder.embed_tokens.weight": "shared.weight",
     }
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        config: PreTrainedConfig | str | os.PathLike | None = None,
+        **kwargs: Any,
+    ) -> "VanillaTransformerBaseModel | tuple[VanillaTransformerBaseModel, dict[str, Any]]":
+        """Load the model; what was saved with one stack alone is loaded as that stack through `AutoModel`.
+
+        Args:
+            pretrained_model_name_or_path: Folder, or name of a repository.
+            *args: As for every `PreTrainedModel`.
+            config: Configuration of the model. `AutoModel` passes the one that it found; where that is of an encoder
+                or a decoder alone, the other stack would have random weights, and is left out.
+            **kwargs: As for every `PreTrainedModel`.
+
+        Returns:
+            The model, or with `output_loading_info` the model and what is to be said of the weights.
+        """
+        if isinstance(config, VanillaTransformerConfig) and not config.is_encoder_decoder:
+            stack = VanillaTransformerDecoderModel if config.is_decoder else VanillaTransformerEncoderModel
+            return stack.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
@@ -736,6 +796,7 @@ class VanillaTransformerModel(VanillaTransformerBaseModel):
         decoder_inputs_embeds: torch.FloatTensor | None = None,
         decoder_position_ids: torch.LongTensor | None = None,
         use_cache: bool | None = None,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Encode the source, unless `encoder_outputs` is given, and decode the target.
@@ -743,22 +804,45 @@ class VanillaTransformerModel(VanillaTransformerBaseModel):
         Args:
             input_ids: Source ids [B, S]; or `inputs_embeds`, or `encoder_outputs`.
             attention_mask: [B, S], 1 for source tokens and 0 for padding; also masks `encoder_outputs`.
-            decoder_input_ids: Target ids [B, T], shifted right; or `decoder_inputs_embeds`.
+            decoder_input_ids: Target ids [B, T], shifted right; or `decoder_inputs_embeds`. Without either they are
+                `input_ids`, shifted right, as with BART.
             decoder_attention_mask: [B, past + T], 1 for target tokens and 0 for padding.
             encoder_outputs: What the encoder returned for this source.
             past_key_values: The decoder's cache.
             inputs_embeds: Scaled source embeddings [B, S, D].
             decoder_inputs_embeds: Scaled target embeddings [B, T, D].
-            decoder_position_ids: [B, T]; `None` counts on from the cache's length.
+            decoder_position_ids: Of the target [B, T]; `None` numbers the tokens of `decoder_attention_mask`, and
+                counts on from the cache's length without one.
             use_cache: Whether to return the cache.
+            position_ids: Of the source [B, S]; `None` numbers the tokens of `attention_mask`, so that the side of the
+                padding does not matter. Without effect when `encoder_outputs` is given.
             **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
 
         Returns:
             The decoder's hidden states [B, T, D], the encoder's [B, S, D], the cache and what was asked for.
         """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            if input_ids is None or not self.config.share_encoder_decoder_embeddings:
+                raise ValueError(
+                    f"{type(self).__name__} got no decoder inputs; pass `decoder_input_ids`, or `labels` to a model "
+                    "with a head. Only `input_ids` of a vocabulary that both sides share can stand in for them."
+                )
+            decoder_input_ids = shift_tokens_right(
+                input_ids,
+                pad_token_id=self.config.pad_token_id,
+                decoder_start_token_id=self.config.decoder_start_token_id,
+            )
+            if decoder_attention_mask is None and attention_mask is not None and attention_mask.ndim == 2:
+                # The start is a token, on whichever side the padding is.
+                start = attention_mask.new_ones(attention_mask.shape[0], 1)
+                decoder_attention_mask = torch.cat([start, attention_mask[:, :-1]], dim=1)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
-                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                position_ids=position_ids,
+                **kwargs,
             )
         elif not isinstance(encoder_outputs, BaseModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
@@ -920,6 +1004,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerLanguageModel
         num_items_in_batch: torch.Tensor | int | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Score every next target token, and compute the loss when `labels` are given.
@@ -927,17 +1012,21 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerLanguageModel
         Args:
             input_ids: Source ids [B, S]; or `inputs_embeds`, or `encoder_outputs`.
             attention_mask: [B, S], 1 for source tokens and 0 for padding; also masks `encoder_outputs`.
-            decoder_input_ids: Target ids [B, T], shifted right; made from `labels` when absent.
+            decoder_input_ids: Target ids [B, T], shifted right; made from `labels` when absent, and without these from
+                `input_ids`.
             decoder_attention_mask: [B, past + T], 1 for target tokens and 0 for padding.
             encoder_outputs: What the encoder returned for this source.
             past_key_values: The decoder's cache.
             inputs_embeds: Scaled source embeddings [B, S, D].
             decoder_inputs_embeds: Scaled target embeddings [B, T, D].
-            decoder_position_ids: [B, T]; `None` counts on from the cache's length.
+            decoder_position_ids: Of the target [B, T]; `None` numbers the tokens of `decoder_attention_mask`, and
+                counts on from the cache's length without one.
             labels: Target ids [B, T] ending with `</s>`; -100 where there is no loss.
             num_items_in_batch: Number of target tokens that divides the summed loss; `None` means this batch's.
             use_cache: Whether to return the cache; without effect when `labels` are given.
             logits_to_keep: Compute only the last so many positions' logits, or those at these indices; 0 means all.
+            position_ids: Of the source [B, S]; `None` numbers the tokens of `attention_mask`, so that the side of the
+                padding does not matter. Without effect when `encoder_outputs` is given.
             **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
 
         Returns:
@@ -962,6 +1051,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerLanguageModel
             decoder_inputs_embeds=decoder_inputs_embeds,
             decoder_position_ids=decoder_position_ids,
             use_cache=use_cache,
+            position_ids=position_ids,
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state, logits_to_keep)
@@ -976,6 +1066,14 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerLanguageModel
             encoder_hidden_states=outputs.encoder_hidden_states,
             encoder_attentions=outputs.encoder_attentions,
         )
+
+    def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Inputs of the next step of `generate`."""
+        mask = kwargs.get("decoder_attention_mask")
+        if mask is not None and mask.ndim == 2 and kwargs.get("decoder_position_ids") is None:
+            # With a static cache the mask arrives with four dimensions, which tell no positions.
+            kwargs["decoder_position_ids"] = count_positions(mask)
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Decoder inputs [B, T] for labels [B, T]; the name is the one that transformers' data collators call."""
@@ -1009,8 +1107,8 @@ class VanillaTransformerForCausalLM(VanillaTransformerLanguageModel, GenerationM
         Args:
             input_ids: Ids [B, T]; or pass `inputs_embeds`.
             attention_mask: [B, past + T], 1 for tokens and 0 for padding.
-            position_ids: [B, T], from 0 on at each text's first token, which matters where padding is on the left;
-                `None` counts on from the cache's length.
+            position_ids: [B, T]; `None` numbers the tokens of `attention_mask`, so that the side of the padding does
+                not matter, and counts on from the cache's length without one.
             past_key_values: The cache.
             inputs_embeds: Scaled token embeddings [B, T, D].
             labels: Ids [B, T], normally `input_ids`: position t is scored against label t + 1. -100 for no loss.
@@ -1095,7 +1193,7 @@ class VanillaTransformerForMaskedLM(VanillaTransformerPreTrainedModel):
             input_ids: Ids [B, S]; or pass `inputs_embeds`.
             attention_mask: [B, S], 1 for tokens and 0 for padding.
             inputs_embeds: Scaled token embeddings [B, S, D].
-            position_ids: [B, S]; `None` counts from the left.
+            position_ids: [B, S]; `None` numbers the tokens of `attention_mask`.
             labels: Ids [B, S] of the tokens that were hidden; -100 where there is no loss.
             num_items_in_batch: Number of labels that divides the summed loss; `None` means this batch's.
             **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
@@ -1148,7 +1246,7 @@ class VanillaTransformerForSequenceClassification(VanillaTransformerPreTrainedMo
             input_ids: Ids [B, S]; or pass `inputs_embeds`.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which the mean leaves out.
             inputs_embeds: Scaled token embeddings [B, S, D].
-            position_ids: [B, S]; `None` counts from the left.
+            position_ids: [B, S]; `None` numbers the tokens of `attention_mask`.
             labels: Classes [B], or what `problem_type` of the configuration asks for: numbers [B] or [B, C] for
                 `regression`, zeros and ones [B, C] for `multi_label_classification`.
             num_items_in_batch: Number of texts that divides the summed loss of `single_label_classification`.
@@ -1210,7 +1308,7 @@ class VanillaTransformerForTokenClassification(VanillaTransformerPreTrainedModel
             input_ids: Ids [B, S]; or pass `inputs_embeds`.
             attention_mask: [B, S], 1 for tokens and 0 for padding.
             inputs_embeds: Scaled token embeddings [B, S, D].
-            position_ids: [B, S]; `None` counts from the left.
+            position_ids: [B, S]; `None` numbers the tokens of `attention_mask`.
             labels: Classes [B, S]; -100 where there is no loss.
             num_items_in_batch: Number of labels that divides the summed loss; `None` means this batch's.
             **kwargs: `output_attentions`, `output_hidden_states`, `return_dict` and the like.
@@ -1262,7 +1360,7 @@ class VanillaTransformerForQuestionAnswering(VanillaTransformerPreTrainedModel):
             input_ids: Ids [B, S] of question and text; or pass `inputs_embeds`.
             attention_mask: [B, S], 1 for tokens and 0 for padding.
             inputs_embeds: Scaled token embeddings [B, S, D].
-            position_ids: [B, S]; `None` counts from the left.
+            position_ids: [B, S]; `None` numbers the tokens of `attention_mask`.
             start_positions: [B], the answer's first position; one outside the text has no loss.
             end_positions: [B], the answer's last position; one outside the text has no loss.
             num_items_in_batch: Number of texts that divides the summed loss; `None` means this batch's.

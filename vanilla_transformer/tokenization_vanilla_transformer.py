@@ -1,10 +1,13 @@
 """The vocabulary that source and target share: byte-level byte-pair encoding (§5.1 uses a shared BPE vocabulary)."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
+from transformers.tokenization_utils_base import BatchEncoding
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 
@@ -16,7 +19,10 @@ class VanillaTransformerTokenizer(TokenizersBackend):
     """Byte-level BPE without a normaliser: every string without lone surrogates comes back from its ids unchanged.
 
     Ids 0 to 4 are `<pad>`, `<s>`, `</s>`, `<unk>` and `<mask>`, the next 256 are the bytes. A text ends with `</s>`.
-    The special tokens' names inside a text stay text.
+
+    What steers the model stays text when a text holds its name: `<pad>`, `<s>`, `</s>`, `<unk>` and languages' tags.
+    `<mask>` and every token that is added later, special or not, are found in texts. `skip_special_tokens` leaves out
+    special tokens but not `<mask>`, which stands for a word.
 
     A vocabulary may have tags such as `<2de>`, one for each target language, behind its other entries. While
     `tgt_lang` names a language, sources begin with its tag (Johnson et al., 2017).
@@ -30,7 +36,7 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         unk_token: Never produced by this vocabulary, which knows all bytes.
         mask_token: Stands for a hidden token in masked language modelling.
         add_eos_token: Whether `</s>` is appended to every text. `None` means yes, or what was saved with a vocabulary.
-        split_special_tokens: Whether special tokens' names inside a text stay text.
+        split_special_tokens: Whether names inside a text stay text as said above; `False` finds all special tokens.
         tgt_lang: Code of the language whose tag sources begin with; `None` for no tag.
         **kwargs: Options that every `TokenizersBackend` has.
 
@@ -133,6 +139,46 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         if self._tgt_lang is not None:
             self.update_post_processor()
 
+    def _encode_plus(
+        self, text: Any, text_pair: Any = None, *args: Any, split_special_tokens: bool | None = None, **kwargs: Any
+    ) -> BatchEncoding:
+        """Turn texts into ids; all ways of encoding lead here."""
+        if split_special_tokens is None:
+            split_special_tokens = self.split_special_tokens
+        encoder = super()
+        # Splitting is all or nothing for the backend, which leaves the rest to one where fewer tokens are special.
+        if split_special_tokens and _holds([text, text_pair], found := self._found_in_texts()):
+            other = copy.copy(self)
+            other._tokenizer = self._backend_that_finds(found)
+            encoder = super(VanillaTransformerTokenizer, other)
+        return encoder._encode_plus(text, text_pair, *args, split_special_tokens=split_special_tokens, **kwargs)
+
+    def _found_in_texts(self) -> set[str]:
+        """The special tokens that are found in texts."""
+        special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
+        tags = {f"<2{language}>" for language in self.language_tags}
+        return special - {self.pad_token, self.bos_token, self.eos_token, self.unk_token} - tags
+
+    def _backend_that_finds(self, tokens: set[str]) -> Tokenizer:
+        """The backend, sharing its vocabulary, with these special tokens found as tokens that are not special are."""
+        own = self._tokenizer
+        other = Tokenizer(own.model)
+        for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+            if getattr(own, part) is not None:
+                setattr(other, part, getattr(own, part))
+        added = [token for _, token in sorted(own.get_added_tokens_decoder().items())]
+        for token in added:
+            token.special = token.special and token.content not in tokens
+        other.add_tokens(added)
+        return other
+
+    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
+        """Turn ids of one text into the text."""
+        if skip_special_tokens and isinstance(token_ids, list) and self.mask_token_id in token_ids:
+            left_out = {*self.all_special_ids} - {self.mask_token_id}
+            token_ids, skip_special_tokens = [index for index in token_ids if index not in left_out], False
+        return super()._decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
+
     @classmethod
     def train_from_iterator(
         cls,
@@ -205,6 +251,13 @@ class VanillaTransformerTokenizer(TokenizersBackend):
         return cls.train_from_iterator(
             _read_lines(files), vocab_size, min_frequency=min_frequency, show_progress=show_progress
         )
+
+
+def _holds(texts: Any, tokens: set[str]) -> bool:
+    """Whether a text, or one in lists of any depth, holds one of the tokens."""
+    if isinstance(texts, str):
+        return any(token in texts for token in tokens)
+    return isinstance(texts, list | tuple) and any(_holds(text, tokens) for text in texts)
 
 
 def _read_lines(files: Iterable[str | PathLike]) -> Iterator[str]:

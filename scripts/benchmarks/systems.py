@@ -171,7 +171,7 @@ def to_ctranslate2(model: VanillaTransformerForConditionalGeneration, names: Seq
 
     class Loader(BartLoader):
         def set_common_layers(self, spec, stack):
-            spec.scale_embeddings = stack.embed_tokens.scale
+            spec.scale_embeddings = stack.embed_tokens.embed_scale
             spec.position_encodings.encodings = positions(stack, model.config.max_position_embeddings).numpy()
             embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
             self.set_embeddings(embeddings, stack.embed_tokens)

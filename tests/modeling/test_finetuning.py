@@ -7,7 +7,15 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import SOURCES, TARGETS, assert_same_numbers, batch_of, batch_with_labels, tiny_config
+from tiny_models import (
+    SOURCES,
+    TARGETS,
+    assert_same_numbers,
+    batch_of,
+    batch_with_labels,
+    build,
+    tiny_config,
+)
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -205,6 +213,16 @@ def test_eight_bit_weights_load_and_stay_close(tmp_path):
         assert 0 < difference < 0.05
         ids = quantized.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=5)
     assert ids.shape[0] == len(SOURCES)
+
+
+# What PEFT calls in transformers 5.23.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trainable_tokens_start_from_the_loss_of_the_model():
+    model = build()
+    batch = batch_with_labels()
+    expected = model(**batch).loss.detach()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], trainable_token_indices=[7, 9, 12]))
+    torch.testing.assert_close(adapted(**batch).loss.detach(), expected)
 
 
 FAMILY = [

@@ -76,7 +76,9 @@ class SmoothedTranslationLoss(nn.Module):
         """The decoder's [B, T, D]."""
         if "source_starts" in inputs:
             return last_hidden_states(self.model.model, **inputs)
-        return self.model.model(**inputs, use_cache=False).last_hidden_state
+        # Padding is on the right, so that one row of positions serves all sentences.
+        positions = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
+        return self.model.model(**inputs, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def smoothed_cross_entropy(

@@ -257,7 +257,7 @@ class _Stack:
     def __init__(self, stack: VanillaTransformerStack, pack: _Packing):
         self.layers = [_Layer(layer, pack) for layer in stack.layers]
         self._dtype = pack.dtype
-        self._scale = stack.embed_tokens.scale
+        self._scale = stack.embed_tokens.embed_scale
         self._embeddings = stack.embed_tokens.weight.detach().to(pack.dtype)
         self._positions = stack.embed_positions
         self._table = self._embeddings.new_empty(0, self._embeddings.shape[1])

@@ -102,7 +102,9 @@ class NativeDecoder:
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
         self._model = self._library.new_model(
             (ctypes.c_int64 * len(dimensions))(*dimensions),
-            (ctypes.c_float * 2)(model.model.encoder.embed_tokens.scale, model.model.decoder.embed_tokens.scale),
+            (ctypes.c_float * 2)(
+                *(stack.embed_tokens.embed_scale for stack in (model.model.encoder, model.model.decoder))
+            ),
             config.layer_norm_eps,
             (ctypes.c_void_p * len(pointers))(*pointers),
         )
