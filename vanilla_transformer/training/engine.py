@@ -90,7 +90,6 @@ def train(
         raise ValueError("`train` is one process; call `launch` to start several that call it.")
     check_output_dir(options)
     cache_dir = options.cache_dir or options.output_dir / "cache"
-    cache_dir.mkdir(parents=True, exist_ok=True)
     with accelerating(options) as accelerator:
         with accelerator.main_process_first():
             data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
