@@ -56,6 +56,8 @@ def _check_file(path: Path) -> None:
         found = path.stat()
         if stat.S_ISREG(found.st_mode):
             path.open("rb").close()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; give text files.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give text files.") from error
     if stat.S_ISDIR(found.st_mode):
