@@ -13,6 +13,9 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
+# More than the largest vocabularies in use have. Room is made for all entries at once, and without it the process
+# would be aborted.
+LARGEST_VOCABULARY = 1 << 20
 
 
 class VanillaTransformerTokenizer(TokenizersBackend):
@@ -193,8 +196,8 @@ class VanillaTransformerTokenizer(TokenizersBackend):
 
         Args:
             texts: Texts, one at a time; read once.
-            vocab_size: Number of entries, special tokens and 256 bytes included; at least 261.
-            min_frequency: How often a pair must occur to be merged, at least 1.
+            vocab_size: Number of entries, special tokens and 256 bytes included; at least 261, at most 1,048,576.
+            min_frequency: How often a pair must occur to be merged; at least 1, below 2^31.
             show_progress: Whether `tokenizers` draws its progress bars.
             languages: Codes of target languages that get a tag each, counted in `vocab_size`.
 
@@ -202,15 +205,17 @@ class VanillaTransformerTokenizer(TokenizersBackend):
             A tokenizer of exactly `vocab_size` entries.
 
         Raises:
-            ValueError: `vocab_size` is too small, or larger than these texts allow.
+            ValueError: `vocab_size` is too small, or larger than these texts allow, or a value is out of range.
         """
         if vocab_size < SMALLEST_VOCABULARY + len(languages):
             raise ValueError(
                 f"`vocab_size` is {vocab_size}; it must be at least {SMALLEST_VOCABULARY + len(languages)}, which is "
                 f"{len(SPECIAL_TOKENS) + len(languages)} special tokens and 256 bytes."
             )
-        if min_frequency < 1:
-            raise ValueError(f"`min_frequency` is {min_frequency}; it must be at least 1.")
+        if vocab_size > LARGEST_VOCABULARY:
+            raise ValueError(f"`vocab_size` is {vocab_size}; it must be at most {LARGEST_VOCABULARY}.")
+        if not 1 <= min_frequency < 1 << 31:
+            raise ValueError(f"`min_frequency` is {min_frequency}; it must be at least 1 and below 2^31.")
         tokenizer = cls().train_new_from_iterator(
             texts, vocab_size - len(languages), min_frequency=min_frequency, show_progress=show_progress
         )

@@ -21,8 +21,6 @@ def test_an_average_in_place_of_another_model(call, refused, run_folder, tmp_pat
     output = ["--last", "2", "--output_dir", tmp_path / "mean"]
     assert call("average", run_folder, *output)[0] == 0
     before = contents(tmp_path)
-    assert f"{tmp_path / 'mean'} already holds a model; name another --output_dir." in refused(
-        "average", run_folder, *output
-    )
+    assert f"{tmp_path / 'mean'} holds config.json" in refused("average", run_folder, *output)
     refused("average", run_folder, "--last", "2", "--output_dir", run_folder)
     assert contents(tmp_path) == before

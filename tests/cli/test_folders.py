@@ -1,6 +1,8 @@
 """Folders that a verb cannot read or write: what every verb does about them."""
 
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,65 @@ def test_a_disk_that_fills(refused, run_folder, corpus, tmp_path, file_limit, ve
         line = refused(verb, *arguments, "--output_dir", tmp_path / "out")
     assert "File too large" in line
     assert not list((tmp_path / "out").glob("*model*"))
+
+
+@pytest.mark.parametrize("verb", ["train", "quickstart", "average", "tokenizer"])
+def test_a_file_that_no_run_wrote_is_not_overwritten(refused, train, run_folder, corpus, tmp_path, verb, contents):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    name = {"tokenizer": "tokenizer_config.json", "quickstart": "translations.de"}.get(verb, "config.json")
+    (folder / name).write_text('{"database": "precious"}')
+    before = contents(folder)
+    arguments = {
+        "train": train(),
+        "quickstart": ["quickstart"],
+        "average": ["average", run_folder, "--last", "2"],
+        "tokenizer": ["tokenizer", *corpus, "--vocab_size", "300"],
+    }[verb]
+    line = refused(*arguments, "--output_dir", folder)
+    assert f"{folder} holds {name}, which would be overwritten; name another --output_dir, or move it away." in line
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("flag", ["--output", "--translations"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_models_own_files_are_no_output(refused, run_folder, corpus, flag, name, contents):
+    before = contents(run_folder)
+    texts = ["--source", corpus[0], "--references", corpus[1]]
+    assert "is a file of the model" in refused("evaluate", "--model", run_folder, *texts, flag, run_folder / name)
+    if flag == "--output":
+        assert "is a file of the model" in refused("translate", "--model", run_folder, "Hi", flag, run_folder / name)
+    assert contents(run_folder) == before
+
+
+def test_links_that_lead_to_each_other_are_no_output(refused, run_folder, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "loop" in refused("translate", "--model", run_folder, "Hi", "--output", tmp_path / "loop")
+
+
+@pytest.mark.parametrize("verb", ["score", "tokenizer"])
+def test_what_is_read_once_may_be_a_pipe(call, corpus, tmp_path, verb):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(corpus[1].read_bytes()))
+    writer.start()
+    if verb == "score":
+        assert call("score", "--translations", pipe, "--references", corpus[1])[0] == 0
+    else:
+        assert call("tokenizer", pipe, "--vocab_size", "270", "--output_dir", tmp_path / "vocabulary")[0] == 0
+    writer.join(timeout=60)
+
+
+@pytest.mark.parametrize("verb", ["score", "evaluate", "tokenizer", "translate", "train"])
+def test_text_in_utf16_is_refused_with_the_way_to_convert_it(refused, train, run_folder, corpus, tmp_path, verb):
+    wide = tmp_path / "wide"
+    wide.write_bytes(corpus[0].read_text(encoding="utf-8").encode("utf-16-le"))
+    arguments = {
+        "score": ["score", "--translations", wide, "--references", corpus[1]],
+        "evaluate": ["evaluate", "--model", run_folder, "--source", wide, "--references", corpus[1]],
+        "tokenizer": ["tokenizer", wide, "--vocab_size", "300", "--output_dir", tmp_path / "vocabulary"],
+        "translate": ["translate", "--model", run_folder, "--input", wide],
+        "train": train(files=(wide, corpus[1])),
+    }[verb]
+    line = refused(*arguments)
+    assert f"{wide} is UTF-16LE, and text must be UTF-8; convert it: iconv -f UTF-16LE -t UTF-8 " in line

@@ -47,7 +47,7 @@ def test_an_input_that_cannot_be_read(refused, run_folder, tmp_path, write):
     latin = tmp_path / "latin"
     latin.write_bytes(b"Stra\xdfe\n")
     for path, reason in (
-        (latin, "is not UTF-8 (byte 5)"),
+        (latin, "byte 5: the text is not UTF-8"),
         (tmp_path / "nosuch", "No such file"),
         (tmp_path, "cannot be read"),
         (write(tmp_path / "empty"), "is empty"),
@@ -77,7 +77,7 @@ def test_an_output_is_replaced_when_the_new_one_is_whole(call, refused, run_fold
     bad = "\n".join(lines).encode() + b"\n\xff\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(bad)))
     line = refused("translate", "--model", run_folder, "--output", output)
-    assert "Standard input, line 4, is not UTF-8" in line
+    assert "Standard input, line 4, byte 1: the text is not UTF-8" in line
     assert output.read_text(encoding="utf-8") == "what was there\n"
     link = tmp_path / "link"
     link.symlink_to(output)

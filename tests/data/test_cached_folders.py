@@ -51,7 +51,7 @@ def test_only_what_a_dead_process_left_is_cleared_away(tmp_path, name):
         write_one_file(tmp_path / OTHER)
         assert names_in(partial) == ["first"]
         process.communicate("\n")
-    assert process.returncode == 0 and names_in(tmp_path / name) == ["first", "second"]
+    assert process.returncode == 0 and names_in(tmp_path / name) == ["first", "manifest.json", "second"]
     assert names_in(tmp_path) == sorted([name, OTHER])
 
     process, partial = start_writing(tmp_path / f"{name[:-1]}4")
@@ -103,7 +103,7 @@ def test_a_folder_that_is_cleared_away_before_it_was_locked_is_made_again(tmp_pa
 
     monkeypatch.setattr(cached_folders.fcntl, "flock", overtaken)
     write_one_file(tmp_path / ONE)
-    assert len(taken) == 1 and names_in(tmp_path) == [ONE] and names_in(tmp_path / ONE) == ["file"]
+    assert len(taken) == 1 and names_in(tmp_path) == [ONE] and names_in(tmp_path / ONE) == ["file", "manifest.json"]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
@@ -114,3 +114,51 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="no more"):
         write_whole(tmp_path / ONE, fail)
     assert names_in(tmp_path) == []
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["bit", "truncated", "deleted", "manifest", "odd manifest", "no manifest"])
+def test_a_damaged_folder_is_told_and_made_again(tmp_path, damage, capsys):
+    folder = tmp_path / ONE
+    write_one_file(folder)
+    sound = (folder / "file").stat().st_ino
+    write_one_file(folder)
+    assert capsys.readouterr().err == "" and (folder / "file").stat().st_ino == sound
+    {
+        "bit": lambda: flip_a_bit(folder / "file"),
+        "truncated": lambda: (folder / "file").write_text("who"),
+        "deleted": (folder / "file").unlink,
+        "manifest": lambda: flip_a_bit(folder / "manifest.json"),
+        "odd manifest": lambda: (folder / "manifest.json").write_text("[1, 2]"),
+        "no manifest": (folder / "manifest.json").unlink,
+    }[damage]()
+    write_one_file(folder)
+    assert (folder / "file").read_text() == "whole"
+    error = capsys.readouterr().err
+    assert error.startswith(f"{folder} cannot be used (") and error.endswith("); it is made again.\n")
+    assert names_in(tmp_path) == [ONE]
+    write_one_file(folder)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_another_process_has_made_again_meanwhile_stays(tmp_path, monkeypatch):
+    folder = tmp_path / ONE
+    write_one_file(folder)
+    flip_a_bit(folder / "file")
+    find = cached_folders._fault_of
+
+    def overtaken(path: Path) -> str | None:
+        fault = find(path)
+        monkeypatch.undo()
+        write_one_file(folder)
+        (folder / "mine").touch()
+        return fault
+
+    monkeypatch.setattr(cached_folders, "_fault_of", overtaken)
+    write_one_file(folder)
+    assert names_in(folder) == ["file", "manifest.json", "mine"] and names_in(tmp_path) == [ONE]

@@ -356,3 +356,37 @@ def test_a_table_has_no_suffix_to_check(tmp_path):
     path = tmp_path / "pairs.de"
     path.touch()
     check_language_suffixes(ParallelText((path,)), "en", "de")
+
+
+# What is no text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+@pytest.mark.parametrize("position", [0, 1])
+def test_text_in_another_encoding_is_refused_as_a_whole(tmp_path, encoding, position):
+    paths = (tmp_path / "source", tmp_path / "target")
+    for number, path in enumerate(paths):
+        path.write_bytes("one\ntwo\nthree\n".encode(encoding if number == position else "utf-8"))
+    with pytest.raises(UserError, match=rf"{paths[position].name} is UTF-\d\d\w*, and text must be UTF-8; convert"):
+        ParallelText(paths).check_lines()
+
+
+def test_a_pair_with_a_nul_character_is_no_pair(tmp_path):
+    path = tmp_path / "table"
+    path.write_bytes(b"one\teins\nt\0wo\tzwei\nthree\td\0rei\n")
+    rejections = Rejections("drop")
+    assert list(ParallelText((path,)).pairs(rejections)) == [(1, "one", "eins")]
+    ((reason, count),) = rejections.counts.items()
+    assert count == 2 and "NUL" in reason and rejections.examples[reason] == f"{path}, line 2"
+    with pytest.raises(UserError, match="line 2: the text has a NUL character"):
+        list(ParallelText((path,)).pairs(Rejections("refuse")))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+@pytest.mark.parametrize("place", ["fifo", "/dev/null"])
+def test_what_can_be_read_only_once_is_refused_without_waiting(tmp_path, place):
+    path = tmp_path / place
+    if place == "fifo":
+        os.mkfifo(path)
+    with pytest.raises(UserError, match=r"is a pipe or a device, .*; write it to a file first"):
+        ParallelText((path, path))

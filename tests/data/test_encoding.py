@@ -1,6 +1,7 @@
 import gc
 import json
 import multiprocessing
+import os
 import random
 import time
 import tracemalloc
@@ -11,7 +12,7 @@ import pyarrow
 import pytest
 
 from vanilla_transformer import VanillaTransformerTokenizer
-from vanilla_transformer.data.corpora import ParallelText
+from vanilla_transformer.data.corpora import ParallelText, Rejections
 from vanilla_transformer.data.encoding import EncodedCorpus, encode, fingerprint_of_tokenizer, iterate_texts
 from vanilla_transformer.errors import UserError
 
@@ -384,7 +385,7 @@ def test_the_vocabulary_sees_both_sides_of_every_usable_pair(tmp_path):
     text = two_files(tmp_path, [("one", "eins"), ("", "zwei"), ("three", "drei")])
     assert list(iterate_texts(text)) == ["one", "eins", "three", "drei"]
     with pytest.raises(UserError, match="line 2: the source is empty"):
-        list(iterate_texts(text, "refuse"))
+        list(iterate_texts(text, Rejections("refuse")))
 
 
 @pytest.mark.parametrize("number", [1, 7, 50, 99, 100, 1000])
@@ -395,3 +396,25 @@ def test_the_vocabulary_sees_evenly_spaced_pairs_of_more_text_than_it_wants(tmp_
     assert texts[1::2] == [f"t{line}" for line in lines] and len(lines) == min(number, 100)
     steps = np.diff([-1, *lines])
     assert steps.max() - steps.min() <= 1 and lines[-1] == 99
+
+
+@pytest.mark.parametrize("place", [0.02, 0.5, 0.98])
+def test_flipped_bits_are_noticed_before_anything_is_read(tmp_path, tokenizer, place, capsys):
+    text = ParallelText(SENTENCES)
+    whole = ids_of(encode(text, tokenizer, tmp_path, max_length=256))
+    (path,) = tmp_path.glob("*/pairs.arrow")
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 0x01
+    path.write_bytes(content)
+    capsys.readouterr()
+    assert ids_of(encode(text, tokenizer, tmp_path, max_length=256)) == whole
+    assert "(pairs.arrow was changed after it was written); it is made again" in capsys.readouterr().err
+    assert len(folders_in(tmp_path)) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs names that are bytes")
+def test_files_may_have_names_that_are_not_utf8(tmp_path, tokenizer):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    corpus = encode(two_files(folder, [("one", "eins")]), tokenizer, tmp_path / "cache", max_length=256)
+    assert corpus.report["files"][0].startswith(str(folder))

@@ -125,3 +125,43 @@ def test_a_memory_is_read_as_a_stream(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < size / 2
+
+
+@pytest.mark.parametrize("encoding", ["gb2312", "Shift_JIS", "EUC-KR", "windows-1252", "big5", "UTF-32", "koi8-r"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_encodings_that_python_knows_are_read(tmp_path, encoding, compressed):
+    target = {"EUC-KR": "집", "windows-1252": "Häuser, schön", "koi8-r": "Дым"}.get(encoding, "家")
+    content = (HEAD.replace("UTF-8", encoding) + unit(en="house", de=target) + TAIL).encode(encoding)
+    path = tmp_path / f"memory.tmx{'.gz' * compressed}"
+    path.write_bytes(gzip.compress(content) if compressed else content)
+    assert sides(TranslationMemory((path,), ("en", "de"))) == [("house", target)]
+
+
+@pytest.mark.parametrize("encoding", ["klingon", "rot13", "hex", "undefined", ""])
+@pytest.mark.parametrize("written", ["utf-8", "utf-16"])
+def test_encodings_that_do_not_exist_are_refused(tmp_path, encoding, written):
+    path = tmp_path / "memory.tmx"
+    path.write_bytes((HEAD.replace("UTF-8", encoding) + unit(en="a", de="b") + TAIL).encode(written))
+    with pytest.raises(UserError, match=r"memory\.tmx.*(unknown|not well-formed)"):
+        TranslationMemory((path,), ("en", "de")).check_lines()
+
+
+def test_bytes_that_are_not_of_the_declared_encoding_are_refused(tmp_path):
+    path = tmp_path / "memory.tmx"
+    head = HEAD.replace("UTF-8", "gb2312").encode()
+    path.write_bytes(head + unit(en="a", de="b").encode() + b"\xff\xff" + TAIL.encode())
+    with pytest.raises(UserError, match=r"memory\.tmx is not gb2312 \(.*\); correct it, or convert it to UTF-8"):
+        TranslationMemory((path,), ("en", "de")).check_lines()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        unit(en="a<seg>b</seg>c", de="d"),
+        unit(en="a", de="d").replace("<tu>", "<tu><tu>").replace("</tu>", "</tu></tu>"),
+        '<tu><tuv xml:lang="en"><seg>a</seg><tuv xml:lang="de"><seg>d</seg></tuv></tuv></tu>',
+    ],
+)
+def test_elements_inside_their_own_kind_are_refused(tmp_path, body):
+    with pytest.raises(UserError, match=r"memory\.tmx, line 4: a <(tu|tuv|seg)> begins inside another one"):
+        memory(tmp_path, body).check_lines()

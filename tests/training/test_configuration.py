@@ -46,11 +46,23 @@ AT_LEAST_ONE = (
     "num_beams",
     "max_epochs",
 )
+AT_LEAST_ONE_OF_A_MODEL = (
+    "d_model",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "d_k",
+    "d_v",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "max_position_embeddings",
+)
 
 # Values that break one rule, and the rule.
 BROKEN_RULES = [
     *[(name, value, "it must be at least 1.") for name in AT_LEAST_ONE for value in (0, -5)],
-    *[("max_length", value, "it must be at least 2, one token and the sentence's end.") for value in (1, 0, -3)],
+    *[("max_length", value, "it must be at least 2.") for value in (1, 0, -3)],
     *[
         (name, value, "it must be at least 0 and below 1.")
         for name in ("label_smoothing", "adam_beta1", "adam_beta2", "bpe_dropout")
@@ -61,13 +73,35 @@ BROKEN_RULES = [
         for name in ("adam_epsilon", "learning_rate_scale")
         for value in (0.0, -1.0, float("nan"), float("inf"))
     ],
-    *[("length_penalty", float(value), "it must be a finite number.") for value in ("nan", "inf", "-inf")],
     *[
-        (name, value, "it must be at least 0.")
-        for name, value in (("max_grad_norm", -1.0), ("max_grad_norm", float("nan")))
+        ("length_penalty", float(value), "it must be a number from -10 to 10.")
+        for value in ("nan", "inf", "-1e30", "10.1")
+    ],
+    *[
+        (name, value, "it must be at least 0 and finite.")
+        for name in ("max_grad_norm", "early_stopping_threshold")
+        for value in (-1.0, float("nan"), float("inf"))
     ],
     ("valid_bleu_sentences", -1, "it must be at least 0."),
-    *[("seed", value, "it must be at least 0 and below 2 ** 63.") for value in (-1, 2**63)],
+    ("seed", -1, "it must be at least 0."),
+    ("seed", 2**63, f"it must be at most {2**63 - 1}."),
+    *[("vocab_size", value, f"it must be at most {2**20}.") for value in (2**20 + 1, 99_999_999_999)],
+    *[
+        (name, 2**31, f"it must be at most {2**31 - 1}.")
+        for name in (*AT_LEAST_ONE, *AT_LEAST_ONE_OF_A_MODEL)
+        if name != "num_beams"
+    ],
+    ("num_beams", 10_001, "it must be at most 10000."),
+    *[(name, value, "it must be at least 1.") for name in AT_LEAST_ONE_OF_A_MODEL for value in (0, -5)],
+    *[
+        (name, value, "it must be at least 0 and below 1.")
+        for name in ("dropout", "attention_dropout", "activation_dropout")
+        for value in (-0.1, 1.0, float("nan"))
+    ],
+    *[
+        ("max_time", value, "it must be a time such as 90m,")
+        for value in ("0", "-1", "9" * 5000, "1e9", "9999999999999d", "")
+    ],
     ("invalid_pairs", "ignore", "it must be one of drop, refuse."),
     ("norm_position", "both", "it must be one of post, pre."),
     ("preset", "huge", "it must be one of base, big, "),

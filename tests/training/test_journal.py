@@ -1,6 +1,9 @@
 import json
 import math
 
+import pytest
+
+from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.journal import Journal, read_journal
 
 
@@ -73,3 +76,25 @@ def test_a_line_is_plain_json(tmp_path):
     path = tmp_path / "metrics.jsonl"
     Journal(path).write("train", 7, {"loss": 0.25})
     assert json.loads(path.read_text()) == {"kind": "train", "update": 7, "loss": 0.25}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("5", "[]", "null", "{}", "[" * 5000, "9" * 5000, "\0\ufffd"),
+        *('{"update": 1}', '{"kind": 1, "update": 1}', '{"kind": "train", "update": "1"}'),
+        '{"kind": "train", "update": true}',
+    ],
+)
+def test_lines_that_are_no_records_are_left_out(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    records = [{"kind": "train", "update": update, "loss": 1.0} for update in (1, 2)]
+    path.write_text("\n".join([json.dumps(records[0]), line, json.dumps(records[1]), ""]), encoding="utf-8")
+    assert read_journal(path) == records
+    Journal(path, 2)
+    assert read_journal(path) == records
+
+
+def test_a_journal_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\)"):
+        Journal(tmp_path)

@@ -366,3 +366,51 @@ def test_without_a_number_of_learned_positions_the_models_own_counts():
 def test_hyper_parameters_that_do_not_fit_are_refused_in_the_configurations_words(values, sentence):
     with pytest.raises(UserError, match=sentence):
         model_configuration(options(**values), VanillaTransformerTokenizer())
+
+
+# What is wrong with the text comes first
+
+
+def test_when_every_pair_is_dropped_the_reasons_are_told(tmp_path):
+    files = (tmp_path / "source", tmp_path / "target")
+    files[0].write_bytes(b"stra\xdfe\n" * 3 + b"\n")
+    files[1].write_bytes(b"street\n" * 4)
+    sentence = r"None of the 4 lines of .* can be used: dropped 3: the text is not UTF-8 .*; dropped 1: the sour"
+    with pytest.raises(UserError, match=sentence):
+        prepare(options(train_files=files, vocab_size=37000), tmp_path / "cache")
+
+
+def test_pairs_that_were_dropped_explain_a_vocabulary_that_is_too_large(tmp_path, part):
+    files = part("train", slice(0, 10))
+    files[0].write_bytes(files[0].read_bytes() + b"stra\xdfe\n" * 90)
+    files[1].write_bytes(files[1].read_bytes() + b"street\n" * 90)
+    sentence = r"^Of the training text, dropped 90: the text is not UTF-8 .*\. Of the rest: `vocab_size` is 37000, but"
+    with pytest.raises(UserError, match=sentence):
+        prepare(options(train_files=files, vocab_size=37000), tmp_path / "cache")
+
+
+# Caches
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b"\xff\xfe"])
+def test_a_damaged_vocabulary_of_the_cache_is_learned_again(tmp_path, damage, capsys):
+    first = prepare(options(), tmp_path)
+    (path,) = tmp_path.glob("vocabulary-*/tokenizer.json")
+    path.write_bytes(damage)
+    second = prepare(options(), tmp_path)
+    assert fingerprint_of_tokenizer(second.tokenizer) == fingerprint_of_tokenizer(first.tokenizer)
+    assert "(tokenizer.json was changed after it was written); it is made again" in capsys.readouterr().err
+
+
+def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="file is a file; give a folder for the encoded text"):
+        prepare(options(), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("values", [{"d_model": 1_000_000_000}, {"encoder_layers": 2**31 - 1}, {"d_k": 2**31 - 1}])
+def test_a_model_without_room_is_refused_before_any_work(tmp_path, values):
+    with pytest.raises(UserError, match="The model would have"):
+        prepare(options(**values), tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -39,8 +39,8 @@ def test_numbers_below_the_smallest_are_refused(name, smallest):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length_penalty": math.nan}, "--length_penalty is nan; it must be a finite number."),
-        ({"length_penalty": -math.inf}, "--length_penalty is -inf; it must be a finite number."),
+        ({"length_penalty": math.nan}, "--length_penalty is nan; it must be a number from -10 to 10."),
+        ({"length_penalty": -math.inf}, "--length_penalty is -inf; it must be a number from -10 to 10."),
         ({"rules": "marian"}, "--rules is marian; it must be one of paper, transformers."),
         ({"temperature": 0.0}, "--temperature is 0.0; it must be above 0."),
         ({"temperature": math.nan}, "--temperature is nan; it must be above 0."),

@@ -107,7 +107,9 @@ def test_what_was_left_is_neither_lost_nor_mixed(tmp_path, source, make_translat
     with pytest.raises(UserError, match="these have changed: input;"):
         run(make_translator(), source, target, resume=True)
     record.unlink()
-    with pytest.raises(UserError, match=r"target.partial cannot be continued, because .* cannot be read; delete it"):
+    with pytest.raises(
+        UserError, match=r"target.partial cannot be continued, because .* is missing or damaged; delete both"
+    ):
         run(make_translator(), source, target, resume=True)
     assert partial.read_bytes() == left
     assert target.read_text() == "before\n"
@@ -223,7 +225,9 @@ def test_one_line_of_output_for_each_line_of_input_in_every_layout(tmp_path, sen
     ("content", "message"),
     [
         (b"", "is empty; give at least one line."),
-        (b"\xef\xbb\xbfa\nb\xdf\n", "is not UTF-8 (byte 7); convert it."),
+        (b"\xef\xbb\xbfa\nb\xdf\n", "source, line 2, byte 2: the text is not UTF-8; convert it."),
+        (b"a\nb\0\n", "source, line 2: the text has a NUL character"),
+        ("a\nb\n".encode("utf-16"), "source is UTF-16, and text must be UTF-8; convert it: iconv -f UTF-16 -t UTF-8"),
         (b"ok\tx\na\n", "source, line 2, has 1 columns, and --column is 2;"),
     ],
 )
@@ -269,3 +273,34 @@ def test_an_output_in_the_models_folder_is_resumed(tmp_path, source, make_transl
     (tmp_path / "target-before.txt").write_text("another output\n")
     translate_file(make_translator(), checked, tmp_path / name, Layout(), model=tmp_path, resume=True)
     assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff\xfe\0", b"{}", b"[" * 5000, b"9" * 5000])
+def test_an_odd_record_is_neither_followed_nor_overwritten(tmp_path, source, make_translator, content):
+    target = tmp_path / "target"
+    partial, record = partial_files(target)
+    record.write_bytes(content)
+    with pytest.raises(UserError, match=r"target\.partial\.json is not what a translation left.*; move it away"):
+        run(make_translator(), source, target)
+    partial.write_text("one\n")
+    with pytest.raises(UserError, match=r"cannot be continued, because .* is missing or damaged; delete both"):
+        run(make_translator(), source, target, resume=True)
+    assert record.read_bytes() == content and partial.read_text() == "one\n"
+
+
+def test_more_lines_than_the_input_has_are_not_continued(tmp_path, source, make_translator):
+    target = tmp_path / "target"
+    partial, _ = partial_files(target)
+    with pytest.raises(Interruption):
+        run(make_translator(7), source, target)
+    partial.write_bytes(b"a line\n" * 1000)
+    with pytest.raises(UserError, match=r"cannot be continued, because it has 1,000 lines, and .* delete it"):
+        run(make_translator(), source, target, resume=True)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_stands_in_the_way_of_an_unfinished_output_is_told(tmp_path, number):
+    partial_files(tmp_path / "target")[number].mkdir()
+    with pytest.raises(UserError, match=r"target\.partial.* is in the way: it must be a file"):
+        check_partial(tmp_path / "target", resume=False)

@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has left; closing standard output now would complain once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except MemoryError as error:
+        reason = " ".join(str(error).split())
+        _complain(name, f"out of memory{reason and f' ({reason})'}; lower the sizes of batches, beams or the model.")
+        return 1
     except Exception as error:
         if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding() != "utf-8":
             # The name of a file, which a recipe tells.
@@ -107,7 +111,10 @@ def _reason_of_disk(error: Exception) -> str | None:
     # tokenizers and safetensors tell the system's errors in words.
     if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(told[1])
-    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM)
+    refusals = (
+        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENAMETOOLONG,
+        errno.ELOOP,
+    )  # fmt: skip
     return os.strerror(number) if number in refusals else None
 
 
@@ -188,4 +195,6 @@ def _overview() -> str:
 def _complain(name: str, message: str) -> None:
     # One of several processes on a machine speaks for all.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        # The name of a file may hold line ends.
+        message = message.replace("\n", "\\n").replace("\r", "\\r")
         print(f"{name}: {message}", file=sys.stderr)

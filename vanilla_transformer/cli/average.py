@@ -8,7 +8,7 @@ from pathlib import Path
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import option
 from vanilla_transformer.training.leases import MANIFEST, reading
-from vanilla_transformer.training.output_folder import check_writable
+from vanilla_transformer.training.output_folder import MODEL_FILES, check_new_files, check_writable
 
 
 @dataclass(kw_only=True)
@@ -54,8 +54,7 @@ def run(options: AverageOptions) -> int:
         # Before the output folder is made.
         if not (path / WEIGHTS).is_file():
             raise UserError(f"{path} is not a checkpoint: it lacks {WEIGHTS}; give checkpoints, or a run's folder.")
-    if (options.output_dir / WEIGHTS).exists():
-        raise UserError(f"{options.output_dir} already holds a model; name another --output_dir.")
+    check_new_files(options.output_dir, MODEL_FILES)
     with ExitStack() as leases:
         for path in checkpoints:
             # Other folders of models have no digests to compare with, and no run that might delete them.

@@ -38,7 +38,7 @@ def run(options: EvaluateOptions) -> int:
     taken = [options.source, options.references]
     for path in (options.translations, options.output):
         if path is not None:
-            check_output_file(path, taken)
+            check_output_file(path, taken, options.model)
             taken.append(path)
     translator = load_translator(options)
     from vanilla_transformer.evaluation import evaluate_model

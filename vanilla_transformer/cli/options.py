@@ -108,7 +108,8 @@ def read_recipe(name: str, options: type) -> dict[str, Any]:
             ) from error
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    # The latter of dates that do not exist, of numbers of too many digits, and of too many brackets.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid YAML ({' '.join(str(error).split())}); correct it.") from error
     if not isinstance(values, dict):
         raise UserError(f"{name} must hold lines of the form `option: value`, and nothing else.")
@@ -201,12 +202,14 @@ def _from_yaml(name: str, value: Any, hint: Any) -> Any:
         str: isinstance(value, str),
         Path: isinstance(value, str),
     }
-    if kind is float and isinstance(value, str):
-        # YAML 1.1 reads 1e-9, without a point, as text.
+    if kind is float and isinstance(value, (str, int)) and not isinstance(value, bool):
+        # YAML 1.1 reads 1e-9, without a point, as text; and a whole number may be too large.
         try:
             return float(value)
-        except ValueError:
-            pass
+        except (ValueError, OverflowError) as error:
+            raise UserError(f"{name} is {value!r}; it must be a number.") from error
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{name} is {value!r}; it must not have a NUL character.")
     if not accepted[kind]:
         names = {
             int: "a whole number",

@@ -26,7 +26,7 @@ def run(options: QuickstartOptions) -> int:
     """Run, and print what was reached and how to go on."""
     training = TrainingOptions(**read_recipe("quickstart", TrainingOptions))
     training = replace(training, output_dir=options.output_dir, seed=options.seed, resume=options.resume)
-    check_output_dir(training)
+    check_output_dir(training, ("evaluation.json", "translations.de"))
     print("Training a small English-German Transformer on the shipped sample.", flush=True)
     from .session import start
 

@@ -1,12 +1,14 @@
 """`tokenizer`: train a vocabulary on text files."""
 
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import option
-from vanilla_transformer.training.output_folder import check_writable
+from vanilla_transformer.training.configuration import LARGEST_VOCABULARY, check_range, option
+from vanilla_transformer.training.output_folder import TOKENIZER_FILES, check_new_files, check_writable
 
 
 @dataclass(kw_only=True)
@@ -26,13 +28,11 @@ def run(options: TokenizerOptions) -> int:
     """Train and save."""
     if not options.files:
         raise UserError("No text was given; name one file or more.")
+    check_range("vocab_size", options.vocab_size, 1, LARGEST_VOCABULARY)
+    check_range("min_frequency", options.min_frequency, 1)
     for path in options.files:
-        if not path.is_file():
-            raise UserError(f"{path} does not exist or is a folder; give text files.")
-        if path.stat().st_size == 0:
-            raise UserError(f"{path} is empty; give text files of at least one sentence.")
-    if (options.output_dir / "model.safetensors").exists():
-        raise UserError(f"{options.output_dir} holds a model with its own vocabulary; name another --output_dir.")
+        _check_file(path)
+    check_new_files(options.output_dir, (*TOKENIZER_FILES, "model.safetensors"))
     check_writable(options.output_dir)
     from .session import start
 
@@ -50,13 +50,28 @@ def run(options: TokenizerOptions) -> int:
     return 0
 
 
+def _check_file(path: Path) -> None:
+    """Refuse a file that cannot be read, or is empty; a pipe is left to be read, once."""
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode):
+            path.open("rb").close()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; give text files.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give text files.") from error
+    if stat.S_ISDIR(found.st_mode):
+        raise UserError(f"{path} is a folder; give text files.")
+    if stat.S_ISREG(found.st_mode) and found.st_size == 0:
+        raise UserError(f"{path} is empty; give text files of at least one sentence.")
+
+
 def _lines(files: tuple[Path, ...]) -> Iterator[str]:
+    has_text = False
     for path in files:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path}, line {number:,}, byte {error.start + 1}: the text is not UTF-8; convert the file."
-                    ) from error
+            for line in decode_lines(file, path):
+                has_text = has_text or not line.isspace()
+                yield line
+    if not has_text:
+        raise UserError(f"{', '.join(map(str, files))} hold nothing but white space; give text.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import option
 from vanilla_transformer.translation.arguments import check_at_least
@@ -82,7 +83,7 @@ def run(options: TranslateOptions) -> int:
     elif options.texts:
         _write(_translated(translator, options.texts, layout), options.output)
     else:
-        lines = _standard_input(layout)
+        lines = decode_lines(sys.stdin.buffer, "Standard input")
         if sys.stdin.isatty():
             _write(_answers(translator, _prompted(lines), layout), options.output)
         else:
@@ -106,7 +107,7 @@ def _check(options: TranslateOptions) -> Layout:
     if options.resume and (options.input is None or not _is_file(options.output)):
         raise UserError("--resume needs --input and an --output that is a file; give both, or leave it out.")
     if options.output is not None:
-        check_output_file(options.output, [options.input] if options.input is not None else [])
+        check_output_file(options.output, [options.input] if options.input is not None else [], options.model)
         if options.input is not None and _is_file(options.output):
             check_partial(options.output, resume=options.resume)
     source = options.format or layout_of(options.input)
@@ -153,14 +154,6 @@ def _answers(translator: "Translator", lines: Iterable[str], layout: Layout) -> 
             print(error, file=sys.stderr)
         else:
             yield layout.line_of(line, found)
-
-
-def _standard_input(layout: Layout) -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"Standard input, line {number:,}, is not UTF-8; convert it.") from error
 
 
 def _prompted(lines: Iterator[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import re
+import stat
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from vanilla_transformer.errors import UserError
+
+from .utf8 import BEGINNING, NUL, check_beginning
 
 
 @dataclass(slots=True)
@@ -119,10 +122,12 @@ class PairSource(ABC):
         return self.usable(self.read(rejections), rejections)
 
     def usable(self, pairs: Iterable[Pair], rejections: Rejections) -> Iterator[Pair]:
-        """Strip pairs of surrounding white space, and leave out those with an empty side."""
+        """Strip pairs of surrounding white space, and leave out those with a NUL character or an empty side."""
         for pair in pairs:
             source, target = pair.source.strip(), pair.target.strip()
-            if source and target:
+            if "\0" in source or "\0" in target:
+                rejections.add(NUL, self.place(pair.number))
+            elif source and target:
                 yield Pair(pair.number, source, target, pair.language)
             else:
                 rejections.add(f"the {'target' if source else 'source'} is empty", self.place(pair.number))
@@ -164,15 +169,22 @@ class FileSource(PairSource):
                 yield hashlib.file_digest(file, "sha256").digest()
 
     def check_files(self) -> None:
-        """Refuse files that are missing, folders or unreadable.
+        """Refuse files that are missing, folders, pipes or unreadable.
 
         Raises:
             UserError: As said.
         """
         for path in self.files:
             try:
-                if path.is_dir():
+                mode = path.stat().st_mode
+                if stat.S_ISDIR(mode):
                     raise UserError(f"{path} is a folder; give a text file.")
+                # To open a pipe may wait for its writer for ever.
+                if not stat.S_ISREG(mode):
+                    raise UserError(
+                        f"{path} is a pipe or a device, which can be read only once, and this text is read several "
+                        "times; write it to a file first, which may be compressed (.gz)."
+                    )
                 path.open("rb").close()
             except FileNotFoundError as error:
                 raise UserError(
@@ -216,7 +228,7 @@ class ParallelText(FileSource):
         language_column: Number of the column with the code of the target's language, beside `columns`.
 
     Raises:
-        UserError: A file is missing, a folder or unreadable, or the arguments contradict each other.
+        UserError: A file is missing, a folder, a pipe or unreadable, or the arguments contradict each other.
     """
 
     files: tuple[Path, ...]
@@ -366,9 +378,11 @@ def _count(
 
 
 def _count_lines(path: Path) -> int:
-    """Number of lines; a last line without an end counts."""
+    """Number of lines; a last line without an end counts. What is recognised as another encoding is refused."""
     count, last = 0, b"\n"
-    for block in read_blocks(path):
+    for number, block in enumerate(read_blocks(path)):
+        if number == 0:
+            check_beginning(path, block[:BEGINNING])
         count += block.count(b"\n")
         last = block[-1:]
     return count + (last != b"\n")

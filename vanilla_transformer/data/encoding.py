@@ -142,11 +142,18 @@ def encode(
             "summary": rejections.summary(),
         }
         if kept == 0:
-            raise UserError(f"None of the {pairs_read:,} {text.unit}s of {text} can be used: {rejections.summary()}.")
-        (partial / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False), encoding="utf-8")
+            raise nothing_usable(text, pairs_read, rejections)
+        # Bytes of a file's name that are not UTF-8 stay escaped.
+        content = json.dumps(report, indent=2, ensure_ascii=False)
+        (partial / "report.json").write_text(content, encoding="utf-8", errors="backslashreplace")
 
     write_whole(folder, write)
     return EncodedCorpus(folder)
+
+
+def nothing_usable(text: PairSource, pairs_read: int, rejections: Rejections) -> UserError:
+    """The error of text of which no pair is left, with the reasons and their counts."""
+    return UserError(f"None of the {pairs_read:,} {text.unit}s of {text} can be used: {rejections.summary()}.")
 
 
 @contextmanager
@@ -302,12 +309,14 @@ def _split(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
     return [values[start:end] for start, end in pairwise(offsets)]
 
 
-def iterate_texts(text: PairSource, invalid_pairs: str = "drop", *, num_pairs: int | None = None) -> Iterator[str]:
+def iterate_texts(
+    text: PairSource, rejections: Rejections | None = None, *, num_pairs: int | None = None
+) -> Iterator[str]:
     """Both sides of usable pairs in turn, as the training of a shared vocabulary wants them.
 
     Args:
         text: Sentence pairs.
-        invalid_pairs: `drop` or `refuse`.
+        rejections: Receives pairs that are not usable; by default they are dropped.
         num_pairs: How many pairs to take, evenly spaced, of text that has more, or the first of a stream; `None` takes
             all.
 
@@ -315,7 +324,7 @@ def iterate_texts(text: PairSource, invalid_pairs: str = "drop", *, num_pairs: i
         Source and target of each pair.
     """
     total = text.check_lines()
-    pairs = text.pairs(Rejections(invalid_pairs))
+    pairs = text.pairs(Rejections() if rejections is None else rejections)
     if total is None:
         # A stream of unknown length has no even spacing.
         total = num_pairs

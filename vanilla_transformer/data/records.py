@@ -73,7 +73,7 @@ class JsonLines(FileSource):
         fields: Where an object holds its two sides.
 
     Raises:
-        UserError: The file is missing, a folder or unreadable.
+        UserError: The file is missing, a folder, a pipe or unreadable.
     """
 
     files: tuple[Path]

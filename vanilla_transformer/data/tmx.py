@@ -1,15 +1,25 @@
 """Parallel text in TMX files (Translation Memory eXchange 1.4b), read as a stream."""
 
+import codecs
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from xml.parsers import expat
 
 from vanilla_transformer.errors import UserError
 
 from .corpora import FileSource, Pair, Rejections, read_blocks
+from .utf8 import foreign_encoding
 
 
+# The encoding that a file declares in its first line, where that is written in letters of ASCII.
+_DECLARATION = re.compile(rb"""(?:\xef\xbb\xbf)?<\?xml[^>]*?\sencoding\s*=\s*["']([^"'>]*)["']""")
+# Those that the parser knows by itself.
+_PARSED = ("utf-8", "utf-16", "iso8859-1", "ascii")
+# Elements that hold the text and its language, and do not stand inside their own kind.
+_NOT_NESTED = ("tu", "tuv", "seg")
 # Elements inside a segment whose content is another format's mark-up, not text.
 _CODES = ("bpt", "ept", "it", "ph", "ut")
 
@@ -25,7 +35,7 @@ class TranslationMemory(FileSource):
         languages: Codes of the source and the target language.
 
     Raises:
-        UserError: The file is missing, a folder or unreadable.
+        UserError: The file is missing, a folder, a pipe or unreadable.
     """
 
     files: tuple[Path]
@@ -72,6 +82,7 @@ class _Reader:
         self._segments: list[tuple[str, str]] = []
         self._language = ""
         self._text: list[str] | None = None
+        self._open: set[str] = set()
         self._depth_of_codes = 0
         self.parser = expat.ParserCreate()
         self.parser.buffer_text = True
@@ -87,6 +98,13 @@ class _Reader:
         return units
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
+        if name in _NOT_NESTED:
+            if name in self._open:
+                raise UserError(
+                    f"{self._path}, line {self.parser.CurrentLineNumber:,}: a <{name}> begins inside another one, "
+                    "which TMX does not allow; correct the file."
+                )
+            self._open.add(name)
         if name == "tu":
             self._segments = []
         elif name == "tuv":
@@ -97,6 +115,7 @@ class _Reader:
             self._depth_of_codes += 1
 
     def _end(self, name: str) -> None:
+        self._open.discard(name)
         if name == "tu":
             self._units.append(self._segments)
         elif name == "seg":
@@ -120,7 +139,7 @@ def _units(path: Path) -> Iterator[list[tuple[str, str]]]:
     """Language and text of the segments of each unit."""
     reader = _Reader(path)
     try:
-        for block in read_blocks(path):
+        for block in _decoded(path):
             reader.parser.Parse(block, False)
             yield from reader.take()
         reader.parser.Parse(b"", True)
@@ -130,6 +149,43 @@ def _units(path: Path) -> Iterator[list[tuple[str, str]]]:
             f"{path}, line {error.lineno:,}, column {error.offset + 1}: the XML is not well-formed "
             f"({expat.ErrorString(error.code)}); correct the file."
         ) from error
+    except UserError:
+        raise
+    except (LookupError, ValueError) as error:
+        # Of a declaration that is itself in UTF-16.
+        raise UserError(f"{path} declares an encoding that is unknown ({error}); convert it to UTF-8.") from error
+
+
+def _decoded(path: Path) -> Iterator[bytes | str]:
+    """The blocks of a file: as they are if the parser knows their encoding, else as text."""
+    blocks = read_blocks(path)
+    first = next(blocks, b"")
+    encoding = _encoding_of(path, first)
+    if encoding is None:
+        yield first
+        yield from blocks
+        return
+    try:
+        yield from codecs.iterdecode(chain((first,), blocks), encoding)
+    except (UnicodeError, LookupError) as error:
+        raise UserError(f"{path} is not {encoding} ({error}); correct it, or convert it to UTF-8.") from error
+
+
+def _encoding_of(path: Path, beginning: bytes) -> str | None:
+    """The encoding of a file that the parser does not know; `None` for one that it does."""
+    if foreign_encoding(beginning[:1024]) == "UTF-32":
+        return "utf-32"
+    declared = _DECLARATION.match(beginning)
+    if declared is None:
+        return None
+    name = declared[1].decode("ascii", "replace")
+    try:
+        codec = codecs.lookup(name)
+        # Some codecs turn text into text, or bytes into bytes.
+        "".encode(name)
+    except (LookupError, ValueError) as error:
+        raise UserError(f"{path} declares the encoding {name}, which is unknown; convert it to UTF-8.") from error
+    return None if codec.name in _PARSED else codec.name
 
 
 def _matches(language: str, wanted: str) -> bool:

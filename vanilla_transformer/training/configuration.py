@@ -12,10 +12,34 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PAPER, TRAINING_PROVENANCE
 
 
+# What fits into the 32 bits of a signed integer, which numbers of pairs and tokens have.
+LARGEST_NUMBER = (1 << 31) - 1
+# As the tokenizer has it, which is slow to import.
+LARGEST_VOCABULARY = 1 << 20
+
+
 def option(default: Any, text: str, **metadata: Any) -> Any:
     """A dataclass field with the help text that the command line shows; `...` as default makes it required."""
     metadata["help"] = text
     return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+def check_range(name: str, value: int | None, smallest: int, largest: int = LARGEST_NUMBER) -> None:
+    """Refuse a whole number that lies out of its range.
+
+    Args:
+        name: Name of the option.
+        value: Its value; `None` passes.
+        smallest: Smallest value.
+        largest: Largest value.
+
+    Raises:
+        UserError: The value is smaller or larger.
+    """
+    if value is not None and value < smallest:
+        raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
+    if value is not None and value > largest:
+        raise UserError(f"--{name} is {value}; it must be at most {largest}.")
 
 
 @dataclass(kw_only=True)
@@ -219,46 +243,26 @@ class TrainingOptions:
             if choices and getattr(self, name) is not None:
                 allowed = get_args(choices[0])
                 self._require(name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
-        for name in (
-            "min_frequency",
-            "vocabulary_pairs",
-            "stream_window",
-            "max_updates",
-            "tokens_per_batch",
-            "tokens_per_update",
-            "warmup_steps",
-            "log_every",
-            "validate_every",
-            "save_every",
-            "keep_last",
-            "num_beams",
-        ):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in _WHOLE_NUMBERS:
+            check_range(name, getattr(self, name), *_RANGES.get(name, (1,)))
         check_side_by_side("num_processes", self.num_processes)
-        for name in ("max_epochs", "average_last"):
-            if getattr(self, name) is not None:
-                self._require(name, getattr(self, name) >= 1, "at least 1")
         if self.max_time is not None:
             rule = "a time such as 90m, 2h30m, 1d or a number of seconds, and above 0"
             self._require("max_time", bool(_seconds(self.max_time)), rule)
         self._require("ema_decay", 0.0 <= self.ema_decay < 1.0, "at least 0 and below 1")
-        self._require("max_length", self.max_length >= 2, "at least 2, one token and the sentence's end")
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            value = getattr(self, name)
+            self._require(name, value is None or 0.0 <= value < 1.0, "at least 0 and below 1")
         self._require("bpe_dropout", 0.0 <= self.bpe_dropout < 1.0, "at least 0 and below 1")
         self._require("label_smoothing", 0.0 <= self.label_smoothing < 1.0, "at least 0 and below 1")
         for name in ("adam_beta1", "adam_beta2"):
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "at least 0 and below 1")
         for name in ("adam_epsilon", "learning_rate_scale"):
             self._require(name, 0.0 < getattr(self, name) < math.inf, "above 0 and finite")
-        self._require("length_penalty", math.isfinite(self.length_penalty), "a finite number")
-        for name in (
-            "max_grad_norm",
-            "valid_bleu_sentences",
-            "keep_best",
-            "early_stopping_patience",
-            "early_stopping_threshold",
-        ):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2 ** 63")
+        # Beyond that, powers of lengths have no room in 32 bits.
+        self._require("length_penalty", abs(self.length_penalty) <= 10.0, "a number from -10 to 10")
+        for name in ("max_grad_norm", "early_stopping_threshold"):
+            self._require(name, 0.0 <= getattr(self, name) < math.inf, "at least 0 and finite")
         self._require("preset", self.preset in SIZES, "one of " + ", ".join(SIZES))
         self._require(
             "provenance",
@@ -417,6 +421,20 @@ MODEL_OPTIONS = (
     "tie_word_embeddings",
 )
 
+# Options that are whole numbers, and the ranges of those that do not begin at 1 or end elsewhere.
+_WHOLE_NUMBERS = tuple(name for name, hint in get_type_hints(TrainingOptions).items() if hint in (int, int | None))
+_RANGES = {
+    "valid_bleu_sentences": (0,),
+    "keep_best": (0,),
+    "early_stopping_patience": (0,),
+    "seed": (0, (1 << 63) - 1),
+    # One token and the sentence's end.
+    "max_length": (2,),
+    "vocab_size": (1, LARGEST_VOCABULARY),
+    # As translation has it.
+    "num_beams": (1, 10_000),
+}
+
 # Packages that draw curves, and the names of Accelerate's trackers.
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
@@ -467,7 +485,8 @@ FREE_ON_RESUME = (
 
 def _seconds(time: str) -> float | None:
     """A time in days, hours, minutes and seconds as seconds; `None` if it is not written as one."""
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", time.strip())
+    number = r"(\d{1,9})"
+    match = re.fullmatch(rf"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s?)?", time.strip())
     if match is None or not any(match.groups()):
         return None
     return float(sum(int(part or 0) * unit for part, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))

@@ -89,12 +89,11 @@ def train(
     if options.num_processes > 1:
         raise ValueError("`train` is one process; call `launch` to start several that call it.")
     check_output_dir(options)
+    cache_dir = options.cache_dir or options.output_dir / "cache"
     with (
         accelerating(options) as accelerator,
         training_in(options.output_dir) if accelerator.is_main_process else nullcontext(),
     ):
-        cache_dir = options.cache_dir or options.output_dir / "cache"
-        cache_dir.mkdir(parents=True, exist_ok=True)
         with accelerator.main_process_first():
             data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
         deadline = started + options.max_seconds

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vanilla_transformer.data.batching import Update
+from vanilla_transformer.errors import UserError
 
 from .disk import sync
 
@@ -64,15 +65,40 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a journal; a last line that was cut off is left out."""
+    """All whole records of a journal; a last line that was cut off, and what is no record, is left out.
+
+    Args:
+        path: The journal.
+
+    Returns:
+        The records, each with its `kind`, a text, and `update`, a whole number.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
     records = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct it, or move it away.") from error
     # Only "\n" ends a record; `splitlines` would also split at a U+2028 inside of a text.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in text.split("\n"):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if _is_record(record):
+            records.append(record)
     return records
+
+
+def _is_record(record: object) -> bool:
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("kind"), str)
+        and isinstance(record.get("update"), int)
+        and not isinstance(record["update"], bool)
+    )
 
 
 def validation_line(update: int, record: dict[str, float]) -> str:

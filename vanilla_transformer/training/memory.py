@@ -67,6 +67,14 @@ def resident_memory() -> int | None:
         return None
 
 
+def machine_memory() -> int | None:
+    """Bytes of memory that this machine has; `None` where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def _glibc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None

@@ -1,5 +1,6 @@
 """From training options to vocabulary, encoded text and model configuration."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,13 +13,22 @@ from vanilla_transformer.configuration_vanilla_transformer import VanillaTransfo
 from vanilla_transformer.data.bpe_dropout import DropoutCorpus, MergeTable
 from vanilla_transformer.data.cached_folders import write_whole
 from vanilla_transformer.data.corpora import PairSource, Rejections
-from vanilla_transformer.data.encoding import EncodedCorpus, PairEncoder, encode, fingerprint_of_text, iterate_texts
+from vanilla_transformer.data.encoding import (
+    EncodedCorpus,
+    PairEncoder,
+    encode,
+    fingerprint_of_text,
+    iterate_texts,
+    nothing_usable,
+)
 from vanilla_transformer.data.streams import StreamCorpus
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransformerTokenizer
+from vanilla_transformer.tokenization_vanilla_transformer import SMALLEST_VOCABULARY, VanillaTransformerTokenizer
 
 from .configuration import TrainingOptions
 from .memory import return_freed_memory
+from .model_size import check_size
+from .output_folder import check_writable
 from .texts import open_texts
 from .warm_start import check_vocabulary, starting_configuration, starting_folder
 
@@ -44,10 +54,15 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
         Vocabulary and encoded text.
 
     Raises:
-        UserError: The text or the vocabulary's size is not usable.
+        UserError: The text, the vocabulary's size, the hyper-parameters or the folder is not usable.
     """
+    check_writable(cache_dir, "the encoded text")
     train_text, valid_text = open_texts(options)
     start = starting_folder(options)
+    if start is None:
+        # Before the minutes that a vocabulary takes; a given one may be as small as this.
+        size = SMALLEST_VOCABULARY if options.tokenizer is not None else max(options.vocab_size, SMALLEST_VOCABULARY)
+        check_size(_configuration(options, size))
     if options.tokenizer is not None or start is not None:
         tokenizer = load_tokenizer(options.tokenizer or start)
         if options.language_tags and not getattr(tokenizer, "language_tags", None):
@@ -127,21 +142,26 @@ def model_configuration(options: TrainingOptions, tokenizer: PreTrainedTokenizer
         The configuration.
 
     Raises:
-        UserError: The hyper-parameters do not fit together.
+        UserError: The hyper-parameters do not fit together, or the model does not fit into memory.
     """
-    settings = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "decoder_start_token_id": tokenizer.bos_token_id,
-        **options.model_settings(),
-    }
+    config = _configuration(
+        options,
+        len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.bos_token_id,
+    )
+    check_positions(config, options)
+    check_size(config)
+    return config
+
+
+def _configuration(options: TrainingOptions, vocab_size: int, **special_tokens: int) -> VanillaTransformerConfig:
     try:
-        config = VanillaTransformerConfig(vocab_size=len(tokenizer), **settings)
+        return VanillaTransformerConfig(vocab_size=vocab_size, **{**special_tokens, **options.model_settings()})
     except StrictDataclassError as error:
         raise UserError(str(error.__cause__ or error)) from error
-    check_positions(config, options)
-    return config
 
 
 def check_positions(config: VanillaTransformerConfig, options: TrainingOptions) -> None:
@@ -180,19 +200,36 @@ def train_vocabulary(text: PairSource, options: TrainingOptions, cache_dir: Path
     if languages:
         choices.append(languages)
     folder = cache_dir / f"vocabulary-{fingerprint_of_text(text, choices)}"
-    if not folder.exists():
-        try:
-            tokenizer = VanillaTransformerTokenizer.train_from_iterator(
-                iterate_texts(text, options.invalid_pairs, num_pairs=options.vocabulary_pairs),
-                options.vocab_size,
-                min_frequency=options.min_frequency,
-                languages=languages,
-            )
-        except ValueError as error:
-            raise error if isinstance(error, UserError) else UserError(str(error)) from error
-        write_whole(folder, tokenizer.save_pretrained)
+
+    def write(partial: Path) -> None:
+        _learn_vocabulary(text, options, languages).save_pretrained(partial)
         return_freed_memory()
+
+    write_whole(folder, write)
     return VanillaTransformerTokenizer.from_pretrained(folder)
+
+
+def _learn_vocabulary(text: PairSource, options: TrainingOptions, languages: list[str]) -> VanillaTransformerTokenizer:
+    rejections, num_texts = Rejections(options.invalid_pairs), 0
+
+    def texts() -> Iterator[str]:
+        nonlocal num_texts
+        for each in iterate_texts(text, rejections, num_pairs=options.vocabulary_pairs):
+            num_texts += 1
+            yield each
+
+    try:
+        return VanillaTransformerTokenizer.train_from_iterator(
+            texts(), options.vocab_size, min_frequency=options.min_frequency, languages=languages
+        )
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        # What was dropped may be the reason.
+        if num_texts == 0 and rejections.counts:
+            raise nothing_usable(text, rejections.counts.total(), rejections) from error
+        told = f"Of the training text, {rejections.summary()}. Of the rest: " if rejections.counts else ""
+        raise UserError(f"{told}{error}") from error
 
 
 def _target_languages(text: PairSource, options: TrainingOptions) -> list[str]:

@@ -11,20 +11,12 @@ import yaml
 
 from .configuration import TrainingOptions
 from .identity import identity_of
+from .output_folder import read_run_record
 from .preparation import PreparedData
 from .sharding import Division
 
 
 _PACKAGES = ("vanilla-transformer", "torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors")
-
-
-def read_run_record(folder: Path) -> dict[str, Any]:
-    """Read `run.json`; a folder without one, or with a damaged one, has an empty record."""
-    try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def note_result(folder: Path, updates: list[int] | None) -> None:
@@ -50,8 +42,6 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
     fingerprints = identity_of(options, data)["data"]
     if data.valid is not None:
         fingerprints["validation text"] = data.valid.fingerprint
-    values = options.as_dict() | {"resume": False}
-    (folder / "options.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     earlier = read_run_record(folder) if options.resume else {}
     record = {
         **facts,
@@ -65,7 +55,10 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         # The model that lies there stays that of the earlier run until this one has a result.
         "result": earlier.get("result"),
     }
+    # First, for it tells that the files beside it are a run's.
     _write(folder, record)
+    values = options.as_dict() | {"resume": False}
+    (folder / "options.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     for name, corpus in (("training", data.train), ("validation", data.valid)):
         if corpus is not None and corpus.report["summary"]:
             print(f"Of the {name} text, {corpus.report['summary']}.", file=sys.stderr)
@@ -82,5 +75,7 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
     partial = folder / "partial-run.json"
-    partial.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+    # Bytes of a file's name that are not UTF-8 stay escaped.
+    content = json.dumps(record, indent=2, ensure_ascii=False)
+    partial.write_text(content, encoding="utf-8", errors="backslashreplace")
     partial.replace(folder / "run.json")

@@ -80,6 +80,7 @@ def _open_text(options: TrainingOptions, files: tuple[Path, ...], split: str | N
     if options.pair_keys is not None:
         raise UserError(f"--pair_keys was given with {files[0]}; it applies to JSON lines (.jsonl) and data sets.")
     column = options.language_column
-    if column is not None and not column.isdecimal():
+    # Python reads no numbers of thousands of digits.
+    if column is not None and not (column.isdecimal() and len(column) < 10):
         raise UserError(f"--language_column is {column}; in a tab-separated file it is the number of a column.")
     return ParallelText(files, options.tsv_columns, None if column is None else int(column))

@@ -37,7 +37,7 @@ class Trackers:
             shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         self._state = {"run": uuid.uuid4().hex, "latest": {}}
         if self._path.exists():
-            self._state = json.loads(self._path.read_text(encoding="utf-8"))
+            self._state = _read_state(self._path) or self._state
         self._trackers: dict[str, GeneralTracker] = {}
         for name in names:
             self._attempt(name, lambda name=name: self._start(name, folder, options))
@@ -98,3 +98,17 @@ class Trackers:
         partial = self._path.with_name(f"partial-{self._path.name}")
         partial.write_text(json.dumps(self._state), encoding="utf-8")
         partial.replace(self._path)
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    """Read `trackers.json`; of a damaged one a line on standard error says that trackers begin anew."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(state["run"], str) and all(
+            isinstance(update, int) for kinds in state["latest"].values() for update in kinds.values()
+        ):
+            return state
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    print(f"{path} is damaged; trackers get all of the run's records anew.", file=sys.stderr)
+    return None

@@ -16,6 +16,10 @@ LongTexts = Literal["split", "refuse", "translate"]
 Quantization = Literal["int8"]
 
 
+# Room is made for so many hypotheses and tokens before the search begins.
+_LARGEST = {"num_hypotheses": 10_000, "num_beams": 10_000, "extra_length": 100_000}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
     """How a translation is searched for; the defaults are the paper's (§6.1).
@@ -23,14 +27,14 @@ class SearchOptions:
     Lengths count the tokens of a translation with its `</s>`, and without the token that decoding starts from.
 
     Args:
-        num_beams: Beam size, at least 1; 1 is greedy search.
-        num_hypotheses: Number of translations for each sentence: at most `num_beams`, or any number of samples.
-        length_penalty: Power of the length by which log-probabilities are divided; a finite number, and below 0 short
+        num_beams: Beam size, 1 to 10,000; 1 is greedy search.
+        num_hypotheses: Number of translations for each sentence: at most `num_beams`, or up to 10,000 samples.
+        length_penalty: Power of the length by which log-probabilities are divided, -10 to 10; below 0 short
             translations win.
         rules: `paper` divides by ((5 + length) / 6)^`length_penalty` (Wu et al., 2016) and lets any of the
             2 x `num_beams` best candidates end; `transformers` divides by length^`length_penalty`, and only the best
             `num_beams` candidates may end, as in `generate(early_stopping="never")`.
-        extra_length: Largest number of tokens beyond those of the source, at least 0.
+        extra_length: Largest number of tokens beyond those of the source, 0 to 100,000.
         max_length: Largest number of tokens whatever the source, at least 1; `None` for none.
         min_length: Smallest number of tokens before `</s>`.
         banned_tokens: Ids that no translation contains. What is forbidden is left out of the softmax.
@@ -64,10 +68,14 @@ class SearchOptions:
             check_at_least(name, getattr(self, name), smallest)
         for name in ("extra_length", "min_length", "top_k", "seed"):
             check_at_least(name, getattr(self, name), 0)
+        for name, largest in _LARGEST.items():
+            if getattr(self, name) is not None and getattr(self, name) > largest:
+                raise UserError(f"--{name} is {getattr(self, name)}; it must be at most {largest}.")
         if self.seed >= 1 << 63:
             raise UserError(f"--seed is {self.seed}; it must be below 2**63.")
-        if not math.isfinite(self.length_penalty):
-            raise UserError(f"--length_penalty is {self.length_penalty}; it must be a finite number.")
+        # Beyond that, powers of lengths have no room in 32 bits.
+        if not abs(self.length_penalty) <= 10.0:
+            raise UserError(f"--length_penalty is {self.length_penalty}; it must be a number from -10 to 10.")
         if self.rules not in get_args(SearchRules):
             raise UserError(f"--rules is {self.rules}; it must be one of {', '.join(get_args(SearchRules))}.")
         if not 0.0 < self.temperature < math.inf:

@@ -10,12 +10,14 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
+from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
 
 from .layouts import Layout
@@ -69,7 +71,7 @@ class InputFile:
                     f"{path} is not a regular file; give one, or pipe it: ... | vanilla-transformer translate."
                 )
             with path.open("rb") as file:
-                for line in _tell_bad_bytes(file, path, digest):
+                for line in decode_lines(_digested(file, digest), path):
                     num_lines += 1
                     layout.text_of(line, f"{path}, line {num_lines:,}")
         except OSError as error:
@@ -86,21 +88,16 @@ class InputFile:
         """
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
-            yield from _tell_bad_bytes(file, self.path, digest)
+            yield from decode_lines(_digested(file, digest), self.path)
         if digest.hexdigest() != self.digest:
             raise UserError(f"{self.path} has changed while it was translated; translate it again.")
 
 
-def _tell_bad_bytes(file: BinaryIO, path: Path, digest) -> Iterator[str]:
-    start = 0
-    # Only "\n" ends a line; `splitlines` would also split at U+2028.
+def _digested(file: BinaryIO, digest: Any) -> Iterator[bytes]:
+    """The lines of a file, of which a digest is made meanwhile."""
     for line in file:
         digest.update(line)
-        try:
-            yield line.decode("utf-8-sig" if start == 0 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 (byte {start + error.start + 1}); convert it.") from error
-        start += len(line)
+        yield line
 
 
 def translate_file(
@@ -152,6 +149,11 @@ def translate_file(
         else:
             _write_record(record, made_with)
         done = _complete_lines(output)
+        if done > source.num_lines:
+            raise UserError(
+                f"{partial} cannot be continued, because it has {done:,} lines, and {source.path} "
+                f"{source.num_lines:,}; delete it."
+            )
         lines = islice(source.lines(), done, None)
         with tqdm(
             total=source.num_lines, initial=done, desc="Translating", unit="line", disable=not show_progress
@@ -177,31 +179,46 @@ def partial_files(target: Path) -> tuple[Path, Path]:
 
 
 def check_partial(target: Path, *, resume: bool) -> None:
-    """Refuse to lose what an interrupted call left.
+    """Refuse to lose what an interrupted call left, or what somebody else has put in its place.
 
     Args:
         target: The file of translations.
         resume: Whether to go on with it.
 
     Raises:
-        UserError: There is an unfinished output, and it is not resumed.
+        UserError: There is an unfinished output, and it is not resumed or cannot be; or other files have the names of
+            one.
     """
-    partial, _ = partial_files(target)
-    if _holds_lines(partial) and not resume:
-        raise UserError(
-            f"{partial} holds what an interrupted translation left; continue it with --resume, or delete it."
-        )
+    partial, record = partial_files(target)
+    for path in (partial, record):
+        if os.path.lexists(path) and not path.is_file():
+            raise UserError(f"{path} is in the way: it must be a file, or not be there; move it away.")
+    if _holds_lines(partial):
+        if not resume:
+            raise UserError(
+                f"{partial} holds what an interrupted translation left; continue it with --resume, or delete it."
+            )
+        if _read_record(record) is None:
+            raise UserError(f"{partial} cannot be continued, because {record} is missing or damaged; delete both.")
+    elif record.exists() and _read_record(record) is None:
+        raise UserError(f"{record} is not what a translation left, and would be overwritten; move it away.")
 
 
 def _holds_lines(partial: Path) -> bool:
     return partial.exists() and partial.stat().st_size > 0
 
 
-def _compare(partial: Path, record: Path, made_with: dict) -> None:
+def _read_record(record: Path) -> dict[str, Any] | None:
+    """What an unfinished output was made with; `None` if that cannot be read."""
     try:
-        before = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{partial} cannot be continued, because {record} cannot be read; delete it.") from error
+        found = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= {"input", "model", "search"} else None
+
+
+def _compare(partial: Path, record: Path, made_with: dict) -> None:
+    before = _read_record(record) or {}
     different = [name for name, value in made_with.items() if before.get(name) != value]
     if different:
         raise UserError(
@@ -250,6 +267,18 @@ def _lock(output: BinaryIO, path: Path) -> None:
         return
     if not is_ours:
         raise UserError(f"{path} is being written by another process; wait for it, or choose another file.")
+
+
+def is_model_file(path: Path, model: str | Path) -> bool:
+    """Whether a path is one of the files that a model consists of.
+
+    Args:
+        path: The path.
+        model: Folder of the model, or its name on the Hub.
+    """
+    real = path.resolve()
+    in_folder = Path(model).is_dir() and real.parent == Path(model).resolve()
+    return in_folder and any(fnmatch(real.name, pattern) for pattern in _MODEL_FILES)
 
 
 def _identity_of_model(translator: "Translator", model: str | Path) -> str:
