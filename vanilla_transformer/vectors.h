@@ -1,4 +1,6 @@
-// Vectors of 16 numbers, in float32 or stored in bfloat16, and memory for them.
+// Vectors of 16 numbers, in float32 or stored in bfloat16, memory for them, and what functions return to Python.
+//
+// What is no number, or infinite, must reach the results: it tells that something is broken.
 
 #pragma once
 
@@ -7,7 +9,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <new>
+#include <stdexcept>
 #include <utility>
 
 #ifdef __AVX512F__
@@ -24,7 +28,9 @@ constexpr int WIDTH = 16;
 static inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 static inline void store(float* p, Floats v) { *reinterpret_cast<Floats*>(p) = v; }
 static inline Floats fill(float x) { return Floats{} + x; }
+// The second one where either is no number.
 static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+static inline Floats relu(Floats v) { return max(Floats{}, v); }
 
 static inline float sum(Floats v) {
 #ifdef __AVX512F__
@@ -46,6 +52,16 @@ static inline float largest(Floats v) {
 #endif
 }
 
+static inline int32_t largest(Ints v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t best = v[0];
+    for (int i = 1; i < WIDTH; i++) best = std::max(best, v[i]);
+    return best;
+#endif
+}
+
 // bfloat16 is the upper half of float32.
 static inline Floats load(const uint16_t* p) {
     Halves halves = *reinterpret_cast<const Halves*>(p);
@@ -55,6 +71,7 @@ static inline Floats load(const uint16_t* p) {
 static inline uint16_t to_bfloat16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fc0;  // which rounding could make infinite, or 0
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
 }
 
@@ -62,6 +79,7 @@ static inline void store(uint16_t* p, Floats v) {
     typedef uint32_t Bits __attribute__((vector_size(64)));
     Bits bits = (Bits)v;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    bits = v == v ? bits : Bits{} + 0x7fc0;
     *reinterpret_cast<Halves*>(p) = __builtin_convertvector(bits, Halves);
 }
 
@@ -85,6 +103,7 @@ static inline Floats exponential(Floats x) {
 
 // Of `padded` scores, a multiple of WIDTH; -inf has no weight.
 static inline void softmax(float* scores, int64_t padded) {
+    if (padded == 0) return;
     Floats best = load(scores);
     for (int64_t i = WIDTH; i < padded; i += WIDTH) best = max(best, load(scores + i));
     float bound = largest(best);
@@ -128,6 +147,17 @@ static inline void transpose_tile(__m512* rows) {
 }
 #endif
 
+// The product of numbers of elements; what has no place in memory is a lack of memory.
+template <typename... Counts>
+size_t product(Counts... counts) {
+    size_t result = 1;
+    bool fits = true;
+    for (int64_t count : {static_cast<int64_t>(counts)...})
+        fits = fits && count >= 0 && !__builtin_mul_overflow(result, static_cast<size_t>(count), &result);
+    if (!fits || result > PTRDIFF_MAX) throw std::bad_alloc();
+    return result;
+}
+
 // Memory that is aligned to cache lines, and is not initialised.
 template <typename T>
 struct Buffer {
@@ -148,10 +178,29 @@ struct Buffer {
         if (count > size) {
             free(data);
             data = nullptr, size = 0;
-            data = static_cast<T*>(aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
+            data = static_cast<T*>(aligned_alloc(64, (product(count, sizeof(T)) + 63) / 64 * 64));
             if (!data) throw std::bad_alloc();
             size = count;
         }
         return data;
     }
 };
+
+// What functions return to Python, which has the same numbers.
+enum Outcome : int { DONE, UNKNOWN_TOKEN, NO_MEMORY, FAILED, BAD_ARGUMENT };
+
+// What the exception that is being handled means: none may leave a function that C calls.
+static inline int outcome_of_exception() noexcept {
+    try {
+        throw;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    } catch (const std::length_error&) {
+        // A vector that is larger than any memory.
+        return NO_MEMORY;
+    } catch (const std::invalid_argument&) {
+        return BAD_ARGUMENT;
+    } catch (...) {
+        return FAILED;
+    }
+}

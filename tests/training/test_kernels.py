@@ -89,12 +89,42 @@ def test_attention(name, masking):
         assert distance(mine, expected) <= distance(theirs, expected) + 1e-4
 
 
-def test_what_is_no_number_stays_none():
-    operands = attention_operands("short")
-    operands.joined[1, 2, 0] = torch.nan
-    output = kernels.ShortAttention.apply(operands.joined, None, None, operands.num_heads, operands.d_k, 0.25)
-    rows = output.isnan().any(-1)
-    assert rows[1, 2] and not rows[0].any()
+def form_of_nan(bits: int) -> torch.Tensor:
+    return torch.tensor([bits], dtype=torch.uint16).view(torch.bfloat16)
+
+
+# Positive and negative, with every bit, and with one that rounding takes away.
+NANS = pytest.mark.parametrize("nan", [form_of_nan(bits) for bits in (0x7FC0, 0xFFC0, 0x7FFF, 0xFFFF, 0x7F81)])
+
+
+def spoil(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite a number somewhere in the middle."""
+    tensor.view(-1)[tensor.numel() // 2] = value.to(tensor.dtype)
+
+
+def assert_nan_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert any(theirs.isnan().any() for theirs in expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine.isnan(), theirs.isnan())
+
+
+@NANS
+@pytest.mark.parametrize("operand", ["joined", "memory", "grad", "mask"])
+def test_attention_passes_on_what_is_no_number(operand, nan):
+    operands = attention_operands("wider memory")
+    spoil(getattr(operands, operand), nan)
+    mask = operands.mask if operand == "mask" else None
+    assert_nan_alike(
+        attend(kernels.ShortAttention, operands, mask, torch.bfloat16),
+        attend(fusion._Attention, operands, mask, torch.float32),
+    )
+
+
+def test_a_sentence_without_keys_gets_zeros():
+    starts = torch.tensor([0, 2, 5]), torch.tensor([0, 0, 3])
+    joined, memory = torch.randn(1, 5, 16).bfloat16(), torch.randn(1, 3, 48).bfloat16()
+    output = kernels.ShortAttention.apply(joined, memory, kernels.Sentences(*starts), 1, 16, 0.25)
+    assert not output[0, :2].any() and output[0, 2:].isfinite().all()
 
 
 def normalise(operation, rows: int, width: int, num_dropped: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -135,6 +165,36 @@ def test_gradient_of_relu():
     torch.testing.assert_close(sums, expected.float().sum(0), rtol=1e-5, atol=1e-4)
 
 
+@NANS
+@pytest.mark.parametrize("num_dropped", [0, 50000])
+@pytest.mark.parametrize("operand", range(5))
+def test_add_and_norm_passes_on_what_is_no_number(operand, num_dropped, nan):
+    def results(operation, dtype: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        output, residual, grad = torch.randn(3, 5, 48).bfloat16().unbind()
+        operands = [output, residual, *torch.randn(2, 48).unbind(), grad]
+        spoil(operands[operand], nan)
+        *inputs, grad = [each if each.dtype == torch.float32 else each.to(dtype, copy=True) for each in operands]
+        inputs = [each.clone().requires_grad_() for each in inputs]
+        normed = operation(*inputs, 1e-5, num_dropped)
+        normed.backward(grad)
+        return [normed.detach(), *(each.grad for each in inputs)]
+
+    assert_nan_alike(results(kernels.AddAndNorm.apply, torch.bfloat16), results(in_double_precision, torch.float64))
+
+
+@NANS
+@pytest.mark.parametrize("operand", [0, 1])
+def test_the_gradient_of_relu_passes_on_what_is_no_number(operand, nan):
+    operands = torch.randn(5, 48).relu().bfloat16(), torch.randn(5, 48).bfloat16()
+    spoil(operands[operand], nan)
+    activations, grad = operands
+    expected = torch.ops.aten.threshold_backward(grad, activations, 0)
+    sums = kernels.relu_backward_(grad, activations)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(sums.isnan(), expected.sum(0).isnan())
+
+
 def test_results_do_not_depend_on_the_number_of_threads(num_threads):
     operands = attention_operands("short")
     activations, grad = torch.randn(1000, 48).relu().bfloat16(), torch.randn(1000, 48).bfloat16()
@@ -163,6 +223,28 @@ def test_what_the_functions_do_not_know_is_left_to_torch():
     assert kernels.can_add_and_norm(numbers, numbers, weight)
     assert not kernels.can_add_and_norm(numbers, numbers.float(), weight)
     assert not kernels.can_add_and_norm(numbers[:, :24], numbers[:, :24], weight[:24])
+
+
+def test_what_cpp_would_trust_in_is_refused():
+    operands = attention_operands("wider memory")
+    joined, memory, mask = operands.joined, operands.memory, operands.mask
+    starts = torch.tensor([0, 9])
+    for arguments in (
+        (joined.float(), memory, None),
+        (joined, memory[:3], None),
+        (joined, memory, mask.float()),
+        (joined, memory, mask[..., :1]),
+        (joined[:1], memory[:1], kernels.Sentences(starts, starts)),
+        (joined[:1], memory[:1], kernels.Sentences(starts.int(), torch.tensor([0, 21]))),
+    ):
+        with pytest.raises(ValueError, match=r"^(There is no attention in C\+\+ for|Sentences begin at)"):
+            kernels.ShortAttention.apply(*arguments, 3, 32, 0.25)
+    numbers, weight = torch.zeros(4, 32, dtype=torch.bfloat16), torch.ones(32)
+    assert not kernels.can_add_and_norm(numbers, numbers[:1], weight)
+    assert not kernels.can_add_and_norm(numbers, numbers, weight[:1])
+    for grad in (numbers[:2], torch.zeros(32, 4, dtype=torch.bfloat16).T):
+        with pytest.raises(ValueError, match="cannot pass through ReLU"):
+            kernels.relu_backward_(grad, numbers)
 
 
 def test_without_a_compiler_torch_computes(monkeypatch, tmp_path):

@@ -306,10 +306,10 @@ def test_a_compiler_that_fails_is_named(scrambled, monkeypatch, tmp_path):
 def test_what_is_compiled_is_kept(scrambled, fresh_library, monkeypatch):
     model = scrambled()
     make(PRECISE["native"], "native", model)
-    (library,) = (fresh_library / "vanilla_transformer").iterdir()
+    (library,) = (fresh_library / "vanilla_transformer" / "libraries").iterdir()
     assert library.suffix == ".so"
     native.load_library.cache_clear()
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(native_code, "_compile", lambda *_: pytest.fail("compiled again"))
     assert why_not_native(model, "float32") is None
 
 
@@ -428,6 +428,10 @@ for call in (
     except MemoryError as error:
         print(error)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+try:
+    decoder.step_best(state, tokens, 1, np.empty(0, dtype=np.int64))
+except RuntimeError as error:
+    print(error)
 print(len(decoder.step_best(decoder.start(ids, mask), tokens, 1, np.empty(0, dtype=np.int64))[0]))
 """
 
@@ -437,16 +441,110 @@ def test_too_little_memory_is_an_error_that_can_be_caught(scrambled):
     make(PRECISE["native"], "native", scrambled())
     done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    *messages, rows = done.stdout.splitlines()
+    *messages, failed, rows = done.stdout.splitlines()
     assert len(messages) == 2
+    # What a step left half done is not gone on with.
+    assert failed == "The decoder in C++ failed with status 3, or has failed before."
     assert all("no memory left to translate a batch" in message for message in messages)
     assert rows == "20000"
 
 
-def test_too_many_rows_to_select_are_an_error_that_can_be_caught(scrambled):
+@pytest.mark.parametrize("count", [1 << 50, 1 << 60])
+def test_too_many_rows_to_select_are_an_error_that_can_be_caught(scrambled, count):
     decoder = make(PRECISE["native"], "native", scrambled())
     state = decoder.start(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long))
     rows = torch.zeros(1, dtype=torch.long)
-    assert native.load_library().select_rows(state.handle, None, 0, rows.data_ptr(), 1 << 50) == native._NO_MEMORY
+    assert native.load_library().select_rows(state.handle, None, 0, rows.data_ptr(), count) == native._NO_MEMORY
     decoder.select(state, None, rows)
     assert len(decoder.step(state, torch.tensor([1]))) == 1
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001], ids=hex)
+def test_one_weight_that_is_no_number_is_seen_in_the_logits(scrambled, precision, bits):
+    settings = {"encoder_ffn_dim": 50, "decoder_ffn_dim": 50, "attention_bias": True, "final_logits_bias": True}
+    make(lambda _: None, f"native {precision}", scrambled(**settings))
+    nan = torch.tensor([bits], dtype=torch.uint32).view(torch.float32)
+    ids, mask, tokens = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), torch.tensor([4])
+    names = [*scrambled(**settings).state_dict()]
+    generator = random.Random(0)
+    for name in names:
+        model = scrambled(**settings)
+        weight = model.state_dict()[name].view(-1)
+        weight[generator.randrange(len(weight))] = nan
+        with torch.inference_mode():
+            expected = model(input_ids=ids, attention_mask=mask, decoder_input_ids=tokens[None]).logits[0]
+        decoder = NativeDecoder(model, precision=precision)
+        found = decoder.step(decoder.start(ids, mask), tokens)
+        # One that is not used does not count.
+        assert (found.isnan() | ~expected.isnan()).all(), name
+        best = decoder.step_best(decoder.start(ids, mask), tokens.numpy(), 3, np.empty(0, dtype=np.int64))[1]
+        assert np.isnan(best).all() == bool(found.isnan().any()), name
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-44])
+def test_matrices_of_tiny_numbers_are_zero_in_8_bits(scrambled, size):
+    model = scrambled()
+    model.lm_head.weight.data.fill_(size)
+    decoder = make(ROUNDING["native int8"][0], "native int8", model)
+    state = decoder.start(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long))
+    assert decoder.step(state, torch.tensor([1])).abs().max() <= 1e-30
+
+
+def test_greedy_search_without_scores_names_weights_that_are_not_finite(scrambled):
+    model = scrambled()
+    model.model.decoder.layers[0].fc1.weight.data[3, 4] = torch.nan
+    decoder = make(PRECISE["native"], "native", model)
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(UserError, match=r"its weights are not finite; repair them\.$"):
+        search(decoder, ids, torch.ones_like(ids), SPECIAL, SearchOptions(num_beams=1), with_scores=False)
+
+
+def test_what_cpp_would_trust_in_is_refused(scrambled):
+    model = scrambled()
+    decoder = make(PRECISE["native"], "native", model)
+    ids, mask = torch.tensor([[5, 6], [7, 8]]), torch.ones(2, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match="A source has no token"):
+        decoder.start(ids, torch.tensor([[1, 1], [0, 0]]))
+    state = decoder.start(ids, mask)
+    for tokens in (torch.tensor([1]), torch.tensor([[1, 1]])):
+        with pytest.raises(ValueError, match="give each row one"):
+            decoder.step(state, tokens)
+    wrong = ([], []), ([0, 1], [0]), ([0, 1], [0, 1, 0]), ([0, 1], [0, 2]), ([0, -1], [0, 1]), ([2], [0])
+    for sentences, rows in wrong:
+        with pytest.raises(ValueError, match="rows are selected that are not there"):
+            decoder.select(state, torch.tensor(sentences, dtype=torch.long), torch.tensor(rows, dtype=torch.long))
+    assert decoder.step(state, torch.tensor([1, 1], dtype=torch.int32)).isfinite().all()
+    model.config.decoder_ffn_dim += 1
+    with pytest.raises(ValueError, match="other sizes than its configuration says"):
+        NativeDecoder(model, precision="float32")
+
+
+DAEMON = """
+import threading
+import numpy as np
+import torch
+from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
+from vanilla_transformer.translation.native import NativeDecoder
+
+config = VanillaTransformerConfig(
+    vocab_size=9000, d_model=256, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=1024, decoder_ffn_dim=1024,
+)
+decoder = NativeDecoder(VanillaTransformerForConditionalGeneration(config).eval(), precision="float32")
+rows, begun = 4000, threading.Event()
+state = decoder.start(torch.full((rows, 1), 5), torch.ones(rows, 1, dtype=torch.long))
+
+def decode():
+    begun.set()
+    decoder.step_best(state, np.ones(rows, dtype=np.int64), 1, np.empty(0, dtype=np.int64))
+
+threading.Thread(target=decode, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_threads_may_be_decoding_when_the_interpreter_ends(scrambled):
+    make(PRECISE["native"], "native", scrambled())
+    done = subprocess.run([sys.executable, "-c", DAEMON], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

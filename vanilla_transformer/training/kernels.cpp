@@ -6,6 +6,8 @@
 
 #include "../vectors.h"
 
+#include <cstddef>
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
 namespace {
@@ -119,10 +121,22 @@ extern "C" {
 
 int supports_kernels() { return 1; }
 
+// What Python has as well, in its order, after the number of values.
+const int64_t* shared_constants() {
+    static const int64_t table[] = {
+        18, WIDTH, PART, DONE, NO_MEMORY, FAILED,
+        offsetof(Sizes, heads), offsetof(Sizes, key_width), offsetof(Sizes, value_width), offsetof(Sizes, query_row),
+        offsetof(Sizes, key_row), offsetof(Sizes, mask_sentence), offsetof(Sizes, mask_row), offsetof(Sizes, causal),
+        sizeof(Sizes), offsetof(Starts, queries), offsetof(Starts, keys), offsetof(Starts, weights), sizeof(Starts),
+    };
+    static_assert(sizeof table == 19 * sizeof *table);
+    return table;
+}
+
 // A sentence of T queries and S keys has weights [H, T, S padded to whole vectors]; `out` is [all queries, H V].
-void attend(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries, const uint16_t* keys,
-            const uint16_t* values, const uint16_t* mask, uint16_t* weights, uint16_t* out, int64_t first,
-            int64_t last) {
+int attend(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries, const uint16_t* keys,
+           const uint16_t* values, const uint16_t* mask, uint16_t* weights, uint16_t* out, int64_t first,
+           int64_t last) try {
     auto [H, K, V, query_row, key_row, mask_sentence, mask_row, causal] = *sizes;
     for (int64_t i = first; i < last; i++) {
         int64_t sentence = i / H, head = i % H, start = starts->queries[sentence], key_start = starts->keys[sentence];
@@ -142,12 +156,15 @@ void attend(const Sizes* sizes, const Starts* starts, float scaling, const uint1
         widen(values + key_start * key_row + head * V, S, V, key_row, value);
         multiply(T, V, S, scores, padded, 1, value, 1.0f, out + start * H * V + head * V, H * V);
     }
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 
 // The gradients lie like what they belong to.
-void attend_backward(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries,
-                     const uint16_t* keys, const uint16_t* values, const uint16_t* weights, const uint16_t* grad,
-                     uint16_t* grad_queries, uint16_t* grad_keys, uint16_t* grad_values, int64_t first, int64_t last) {
+int attend_backward(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries,
+                    const uint16_t* keys, const uint16_t* values, const uint16_t* weights, const uint16_t* grad,
+                    uint16_t* grad_queries, uint16_t* grad_keys, uint16_t* grad_values, int64_t first, int64_t last) try {
     auto [H, K, V, query_row, key_row, mask_sentence, mask_row, causal] = *sizes;
     for (int64_t i = first; i < last; i++) {
         int64_t sentence = i / H, head = i % H, start = starts->queries[sentence], key_start = starts->keys[sentence];
@@ -175,13 +192,16 @@ void attend_backward(const Sizes* sizes, const Starts* starts, float scaling, co
         widen(queries + at_query, T, K, query_row, query);
         multiply(S, K, T, grad_scores, 1, padded, query, scaling, grad_keys + at_key, key_row);
     }
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 
 // `output` becomes the sum of the residual and of what is kept of it; `words` has 16 random bits for each number, and
 // `kept` gets a bit for each. Both are null without dropout.
-void add_and_norm(int64_t rows, int64_t width, float scale, int64_t num_dropped, float epsilon, uint16_t* output,
-                  const uint16_t* residual, const int16_t* words, uint16_t* kept, const float* weight,
-                  const float* bias, uint16_t* normed, float* means, float* factors, int64_t first, int64_t last) {
+int add_and_norm(int64_t rows, int64_t width, float scale, int64_t num_dropped, float epsilon, uint16_t* output,
+                 const uint16_t* residual, const int16_t* words, uint16_t* kept, const float* weight,
+                 const float* bias, uint16_t* normed, float* means, float* factors, int64_t first, int64_t last) try {
     float* sums = scratch(width);
     const __m256i bound = _mm256_set1_epi16(num_dropped - 32768);
     each_part(first, last, rows, [&](int64_t, int64_t row) {
@@ -189,12 +209,13 @@ void add_and_norm(int64_t rows, int64_t width, float scale, int64_t num_dropped,
         for (int64_t j = 0; j < width; j += WIDTH) {
             int64_t at = row * width + j;
             Floats added = load(output + at);
+            Floats share = fill(scale);
             if (words) {
                 __mmask16 bits = _mm256_cmpge_epi16_mask(_mm256_loadu_si256((const __m256i*)(words + at)), bound);
                 kept[at / WIDTH] = bits;
-                added = (Floats)_mm512_maskz_mov_ps(bits, (__m512)added);
+                share = (Floats)_mm512_maskz_mov_ps(bits, (__m512)share);
             }
-            store(output + at, load(residual + at) + added * scale);
+            store(output + at, load(residual + at) + added * share);
             Floats rounded = load(output + at);
             store(sums + j, rounded);
             total += rounded;
@@ -210,12 +231,15 @@ void add_and_norm(int64_t rows, int64_t width, float scale, int64_t num_dropped,
             store(normed + row * width + j, (load(sums + j) - mean) * factor * load(weight + j) + load(bias + j));
         means[row] = mean, factors[row] = factor;
     });
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 
 // `sums` are [parts, 2, width], all zero: the gradients of weight and bias.
-void add_and_norm_backward(int64_t rows, int64_t width, float scale, const uint16_t* grad, const uint16_t* total,
-                           const uint16_t* kept, const float* weight, const float* means, const float* factors,
-                           uint16_t* grad_output, uint16_t* grad_total, float* sums, int64_t first, int64_t last) {
+int add_and_norm_backward(int64_t rows, int64_t width, float scale, const uint16_t* grad, const uint16_t* total,
+                          const uint16_t* kept, const float* weight, const float* means, const float* factors,
+                          uint16_t* grad_output, uint16_t* grad_total, float* sums, int64_t first, int64_t last) try {
     float *scaled = scratch(2 * width), *standard = scaled + width;
     each_part(first, last, rows, [&](int64_t part, int64_t row) {
         float *weight_sums = sums + part * 2 * width, *bias_sums = weight_sums + width;
@@ -234,33 +258,45 @@ void add_and_norm_backward(int64_t rows, int64_t width, float scale, const uint1
             int64_t at = row * width + j;
             Floats result = (load(scaled + j) - mean - load(standard + j) * slope) * factors[row];
             store(grad_total + at, result);
-            result *= scale;
-            if (kept) result = (Floats)_mm512_maskz_mov_ps(kept[at / WIDTH], (__m512)result);
-            store(grad_output + at, result);
+            Floats share = fill(scale);
+            if (kept) share = (Floats)_mm512_maskz_mov_ps(kept[at / WIDTH], (__m512)share);
+            store(grad_output + at, result * share);
         }
     });
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 
-// `grad` becomes zero where `activations` are; `sums` are [parts, width], all zero.
-void relu_backward(int64_t rows, int64_t width, const uint16_t* activations, uint16_t* grad, float* sums,
-                   int64_t first, int64_t last) {
+// `grad` becomes zero where `activations` are, and stays where they are no number; `sums` are [parts, width], all zero.
+int relu_backward(int64_t rows, int64_t width, const uint16_t* activations, uint16_t* grad, float* sums,
+                  int64_t first, int64_t last) try {
+    const __m256i minus_infinity = _mm256_set1_epi16((int16_t)0xff80);
     each_part(first, last, rows, [&](int64_t part, int64_t row) {
         for (int64_t j = 0; j < width; j += WIDTH) {
             int64_t at = row * width + j;
             __m256i numbers = _mm256_loadu_si256((const __m256i*)(activations + at));
-            __mmask16 bits = _mm256_cmpgt_epi16_mask(numbers, _mm256_setzero_si256());
+            // Above minus infinity as integers are the positive numbers and what is none.
+            __mmask16 some = _mm256_test_epi16_mask(numbers, numbers);
+            __mmask16 bits = _mm256_mask_cmpgt_epi16_mask(some, numbers, minus_infinity);
             __m256i passed = _mm256_maskz_loadu_epi16(bits, grad + at);
             _mm256_storeu_si256((__m256i*)(grad + at), passed);
             store(sums + part * width + j, load(sums + part * width + j) + load(grad + at));
         }
     });
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 
 // The sums of the columns of [parts, width].
-void add_parts(int64_t parts, int64_t width, const float* sums, float* out) {
+int add_parts(int64_t parts, int64_t width, const float* sums, float* out) try {
     std::copy_n(sums, width, out);
     for (int64_t part = 1; part < parts; part++)
         for (int64_t j = 0; j < width; j++) out[j] += sums[part * width + j];
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 }
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch.autograd.function import once_differentiable
 
-from vanilla_transformer.native_code import compile_library
+from vanilla_transformer.native_code import load_library
 
 from .cpu_dropout import draw_words
-from .threads import run_in_threads
+from .threads import DONE, FAILED, NO_MEMORY, TensorPointer, check, run_in_threads
 
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "../vectors.h"))
@@ -50,7 +50,9 @@ def can_add_and_norm(output: torch.Tensor, residual: torch.Tensor, weight: torch
     """Whether `AddAndNorm` takes these operands."""
     return (
         output.dtype == residual.dtype == torch.bfloat16
+        and output.shape == residual.shape
         and weight.dtype == torch.float32
+        and weight.shape == output.shape[-1:]
         and output.shape[-1] % _WIDTH == 0
         and why_no_kernels() is None
     )
@@ -111,9 +113,12 @@ class ShortAttention(torch.autograd.Function):
         (batch_size, num_queries, _), num_keys = joined.shape, keys_values.shape[1]
         if isinstance(mask, Sentences):
             sentences, mask = mask, None
+            _check_starts(sentences.queries, batch_size * num_queries)
+            _check_starts(sentences.keys, len(keys_values) * num_keys)
         else:
             bounds = torch.arange(batch_size + 1)
             sentences = Sentences(bounds * num_queries, bounds * num_keys)
+        _check_attention(joined, memory, mask, d_k, d_v)
         if mask is not None:
             mask = mask.contiguous().expand(batch_size, 1, num_queries, num_keys)
         sizes = _Sizes(
@@ -127,9 +132,8 @@ class ShortAttention(torch.autograd.Function):
         output = torch.empty(batch_size, num_queries, num_heads * d_v, dtype=joined.dtype)
         starts = _starts(sentences, weight_starts)
         run_in_threads(
-            _library().attend, len(padded) * num_heads, ctypes.addressof(sizes), ctypes.addressof(starts), scaling,
-            joined.data_ptr(), _address(keys_values, start), _address(keys_values, start + width),
-            None if mask is None else mask.data_ptr(), weights.data_ptr(), output.data_ptr(),
+            _library().attend, len(padded) * num_heads, sizes, starts, scaling, joined, (keys_values, start),
+            (keys_values, start + width), mask, weights, output,
         )  # fmt: skip
         ctx.save_for_backward(joined, memory, weights)
         ctx.sizes, ctx.sentences, ctx.weight_starts = sizes, sentences, weight_starts
@@ -149,16 +153,38 @@ class ShortAttention(torch.autograd.Function):
         keys, values = ctx.start, ctx.start + ctx.width
         starts = _starts(ctx.sentences, ctx.weight_starts)
         run_in_threads(
-            _library().attend_backward, (len(ctx.weight_starts) - 1) * ctx.sizes.heads, ctypes.addressof(ctx.sizes),
-            ctypes.addressof(starts), ctx.scaling, joined.data_ptr(), _address(keys_values, keys),
-            _address(keys_values, values), weights.data_ptr(), grad.data_ptr(), grad_joined.data_ptr(),
-            _address(grad_keys_values, keys), _address(grad_keys_values, values),
+            _library().attend_backward, (len(ctx.weight_starts) - 1) * ctx.sizes.heads, ctx.sizes, starts,
+            ctx.scaling, joined, (keys_values, keys), (keys_values, values), weights, grad, grad_joined,
+            (grad_keys_values, keys), (grad_keys_values, values),
         )  # fmt: skip
         return grad_joined, grad_memory, None, None, None, None
 
 
+def _check_attention(joined, memory, mask, d_k: int, d_v: int) -> None:
+    """Refuse what C++ would trust in."""
+    keys_values = joined if memory is None else memory
+    if (
+        d_k % _WIDTH
+        or d_v % _WIDTH
+        or joined.dtype != torch.bfloat16
+        or keys_values.dtype != torch.bfloat16
+        or len(keys_values) != len(joined)
+        or (mask is not None and (mask.dtype != torch.bfloat16 or mask.shape[-1] != keys_values.shape[1]))
+    ):
+        shapes = [tuple(each.shape) for each in (joined, memory, mask) if each is not None]
+        raise ValueError(f"There is no attention in C++ for {shapes} in {joined.dtype} with heads of {d_k} and {d_v}.")
+
+
+def _check_starts(starts: torch.Tensor, positions: int) -> None:
+    if starts.dtype != torch.int64 or not starts.is_contiguous() or int(starts[-1]) != positions:
+        raise ValueError(f"Sentences begin at {starts}, and there are {positions} positions.")
+
+
 def _starts(sentences: Sentences, weights: torch.Tensor) -> _Starts:
-    return _Starts(sentences.queries.data_ptr(), sentences.keys.data_ptr(), weights.data_ptr())
+    starts = _Starts(sentences.queries.data_ptr(), sentences.keys.data_ptr(), weights.data_ptr())
+    # Its memory must stay as long as it is used.
+    starts.tensors = sentences.queries, sentences.keys, weights
+    return starts
 
 
 class AddAndNorm(torch.autograd.Function):
@@ -181,8 +207,7 @@ class AddAndNorm(torch.autograd.Function):
         ctx.scale = 2**16 / (2**16 - num_dropped)
         run_in_threads(
             _library().add_and_norm, _num_parts(num_rows), num_rows, width, ctx.scale, num_dropped, eps,
-            total.data_ptr(), residual.data_ptr(), _pointer(words), _pointer(kept), weight.data_ptr(),
-            bias.data_ptr(), normed.data_ptr(), mean.data_ptr(), factor.data_ptr(),
+            total, residual, words, kept, weight, bias, normed, mean, factor,
         )  # fmt: skip
         ctx.save_for_backward(total, kept, weight, mean, factor)
         return normed
@@ -197,9 +222,8 @@ class AddAndNorm(torch.autograd.Function):
         grad_output, grad_total = torch.empty_like(total), torch.empty_like(total)
         sums = torch.zeros(_num_parts(num_rows), 2, width)
         run_in_threads(
-            _library().add_and_norm_backward, len(sums), num_rows, width, ctx.scale, grad.data_ptr(),
-            total.data_ptr(), _pointer(kept), weight.data_ptr(), mean.data_ptr(), factor.data_ptr(),
-            grad_output.data_ptr(), grad_total.data_ptr(), sums.data_ptr(),
+            _library().add_and_norm_backward, len(sums), num_rows, width, ctx.scale, grad, total, kept, weight, mean,
+            factor, grad_output, grad_total, sums,
         )  # fmt: skip
         grad_weight, grad_bias = _add_parts(sums)
         return grad_output, grad_total, grad_weight, grad_bias, None, None
@@ -216,30 +240,22 @@ def relu_backward_(grad: torch.Tensor, activations: torch.Tensor) -> torch.Tenso
         The sums of `grad`'s columns [D], in float32.
     """
     num_rows, width = grad.shape
+    if grad.shape != activations.shape or not (grad.is_contiguous() and activations.is_contiguous()):
+        raise ValueError(f"A gradient of {tuple(grad.shape)} cannot pass through ReLU of {tuple(activations.shape)}.")
     sums = torch.zeros(_num_parts(num_rows), width)
-    run_in_threads(
-        _library().relu_backward, len(sums), num_rows, width, activations.data_ptr(), grad.data_ptr(), sums.data_ptr()
-    )
+    run_in_threads(_library().relu_backward, len(sums), num_rows, width, activations, grad, sums)
     return _add_parts(sums)
 
 
 def _add_parts(sums: torch.Tensor) -> torch.Tensor:
     """The sum over the first dimension, in the order of the parts."""
     total = torch.empty_like(sums[0])
-    _library().add_parts(len(sums), total.numel(), sums.data_ptr(), total.data_ptr())
+    check(_library().add_parts(len(sums), total.numel(), sums, total))
     return total
 
 
 def _num_parts(num_rows: int) -> int:
     return -(-num_rows // _ROWS_OF_PART)
-
-
-def _address(tensor: torch.Tensor, offset: int) -> int:
-    return tensor.data_ptr() + offset * tensor.element_size()
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 @cache
@@ -249,20 +265,31 @@ def _library() -> ctypes.CDLL:
     Raises:
         OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
     """
-    library = ctypes.CDLL(str(compile_library(_SOURCES, "kernels")))
-    if not library.supports_kernels():
-        raise OSError("this processor lacks AVX-512")
-    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    bounds = [number, number]
-    types = {
-        "attend": [pointer, pointer, real, *[pointer] * 6, *bounds],
-        "attend_backward": [pointer, pointer, real, *[pointer] * 8, *bounds],
-        "add_and_norm": [number, number, real, number, real, *[pointer] * 9, *bounds],
-        "add_and_norm_backward": [number, number, real, *[pointer] * 9, *bounds],
-        "relu_backward": [number, number, *[pointer] * 3, *bounds],
-        "add_parts": [number, number, pointer, pointer],
+    number, real, tensor, sizes, starts = (
+        ctypes.c_int64, ctypes.c_float, TensorPointer, ctypes.POINTER(_Sizes), ctypes.POINTER(_Starts)
+    )  # fmt: skip
+    arguments = {
+        "attend": [sizes, starts, real, *[tensor] * 6, number, number],
+        "attend_backward": [sizes, starts, real, *[tensor] * 8, number, number],
+        "add_and_norm": [number, number, real, number, real, *[tensor] * 9, number, number],
+        "add_and_norm_backward": [number, number, real, *[tensor] * 9, number, number],
+        "relu_backward": [number, number, *[tensor] * 3, number, number],
+        "add_parts": [number, number, tensor, tensor],
     }
-    for name, arguments in types.items():
-        getattr(library, name).restype = None
-        getattr(library, name).argtypes = arguments
-    return library
+    constants = {
+        "width": _WIDTH, "rows_of_part": _ROWS_OF_PART, "done": DONE, "no_memory": NO_MEMORY, "failed": FAILED,
+        **_layout(_Sizes), **_layout(_Starts),
+    }  # fmt: skip
+    return load_library(
+        "kernels",
+        _SOURCES,
+        {name: (ctypes.c_int, types) for name, types in arguments.items()},
+        constants,
+        supported_by=("supports_kernels", "this processor lacks AVX-512"),
+    )
+
+
+def _layout(structure: type[ctypes.Structure]) -> dict[str, int]:
+    """Where the fields of a structure begin, and its size."""
+    places = {f"{structure.__name__}.{name}": getattr(structure, name).offset for name, _ in structure._fields_}
+    return {**places, structure.__name__: ctypes.sizeof(structure)}

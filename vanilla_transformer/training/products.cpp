@@ -187,10 +187,16 @@ int supports_products() {
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
+// What Python has as well, in its order, after the number of values.
+const int64_t* shared_constants() {
+    static const int64_t table[] = {8, EDGE, WIDE, TRANSPOSED, ADDED, RELU, DONE, NO_MEMORY, FAILED};
+    return table;
+}
+
 // Lays out a right factor of `count` columns, each a sum over `depth` rows: numbers of a column lie side by side
 // (`down`) or `row` apart, in float32 or in bfloat16. Panels begin `panel` numbers apart.
-void lay_out_right(const void* numbers, int64_t row, int64_t down, int64_t is_float, int64_t count, int64_t depth,
-                   uint16_t* out, int64_t panel, int64_t first, int64_t last) {
+int lay_out_right(const void* numbers, int64_t row, int64_t down, int64_t is_float, int64_t count, int64_t depth,
+                  uint16_t* out, int64_t panel, int64_t first, int64_t last) try {
     int64_t start = first * EDGE, columns = std::min(count, last * EDGE) - start, at = down ? start * row : start;
     out += first * panel;
     auto lay_out = [&](const auto* from) {
@@ -205,16 +211,18 @@ void lay_out_right(const void* numbers, int64_t row, int64_t down, int64_t is_fl
         lay_out((const uint16_t*)numbers + at);
     if (down)
         for (int64_t i = 0; i < panels_of(columns); i++) transpose_tiles(out + i * panel, 2 * panels_of(depth));
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 
 // Products of `rows` rows in bfloat16, whose numbers lie side by side or (`down`) `row` apart, with a right factor that
 // has been laid out.
-void multiply(const uint16_t* numbers, int64_t row, int64_t down, int64_t rows, int64_t depth, const uint16_t* right,
-              int64_t columns, const float* bias, int64_t kind, void* out, int64_t out_row, int64_t first,
-              int64_t last) {
+int multiply(const uint16_t* numbers, int64_t row, int64_t down, int64_t rows, int64_t depth, const uint16_t* right,
+             int64_t columns, const float* bias, int64_t kind, void* out, int64_t out_row, int64_t first,
+             int64_t last) try {
     static thread_local Buffer<uint16_t> left_buffer;
     static thread_local Buffer<float> sums_buffer;
-    _tile_loadconfig(&WHOLE_TILES);
     int64_t steps = panels_of(depth), num_far = std::min(steps, FAR_STEPS), end = std::min(rows, last * EDGE);
     int64_t height = std::min(FAR_ROWS, FAR_NUMBERS / (num_far * EDGE) / EDGE * EDGE);
     // Sums stay until their last step: those of one block, of a column of blocks, or all.
@@ -222,6 +230,8 @@ void multiply(const uint16_t* numbers, int64_t row, int64_t down, int64_t rows, 
     uint16_t* left = left_buffer.reserve(height * num_far * EDGE);
     float* sums = sums_buffer.reserve((column_blocks * panels_of(columns) + height / EDGE) * BLOCK);
     Output output{out, out_row, kind, bias};
+    // Nothing that follows throws, so that the tiles are released.
+    _tile_loadconfig(&WHOLE_TILES);
     for (int64_t top = first * EDGE; top < end; top += height) {
         int64_t here = std::min(height, end - top), here_panels = panels_of(here);
         for (int64_t far = 0; far < steps; far += FAR_STEPS) {
@@ -254,6 +264,9 @@ void multiply(const uint16_t* numbers, int64_t row, int64_t down, int64_t rows, 
     }
     _mm_sfence();
     _tile_release();
+    return DONE;
+} catch (...) {
+    return outcome_of_exception();
 }
 }
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vanilla_transformer.native_code import compile_library
+from vanilla_transformer.native_code import load_library
 
-from .threads import run_in_threads
+from .threads import DONE, FAILED, NO_MEMORY, TensorPointer, run_in_threads
 
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("products.cpp", "../vectors.h"))
@@ -104,9 +104,8 @@ class RightFactor:
         columns, depth = matrix.shape if transposed else matrix.shape[::-1]
         place = start // _EDGE * (panel if transposed else _EDGE * _EDGE)
         run_in_threads(
-            _library().lay_out_right, _panels(columns), matrix.data_ptr(), matrix.stride(0), transposed,
-            matrix.dtype == torch.float32, columns, depth,
-            self.panels.data_ptr() + place * self.panels.element_size(), panel,
+            _library().lay_out_right, _panels(columns), matrix, matrix.stride(0), transposed,
+            matrix.dtype == torch.float32, columns, depth, (self.panels, place), panel,
         )  # fmt: skip
 
 
@@ -185,9 +184,8 @@ def _multiply(left: torch.Tensor, right: RightFactor, bias: torch.Tensor | None,
     if bias is not None:
         bias = bias.float().contiguous()
     run_in_threads(
-        _library().multiply, _panels(rows), left.data_ptr(), left.stride(0), down, rows, depth,
-        right.panels.data_ptr(), right.columns, None if bias is None else bias.data_ptr(), kind, out.data_ptr(),
-        out.stride(0),
+        _library().multiply, _panels(rows), left, left.stride(0), down, rows, depth, right.panels, right.columns,
+        bias, kind, out, out.stride(0),
     )  # fmt: skip
 
 
@@ -207,15 +205,17 @@ def _library() -> ctypes.CDLL:
     Raises:
         OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
     """
-    library = ctypes.CDLL(str(compile_library(_SOURCES, "products")))
-    if not library.supports_products():
-        raise OSError("processor, compiler or system does not offer AMX")
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    types = {
-        "lay_out_right": [pointer, *[number] * 5, pointer, number],
-        "multiply": [pointer, *[number] * 4, pointer, number, pointer, number, pointer, number],
-    }
-    for name, arguments in types.items():
-        getattr(library, name).restype = None
-        getattr(library, name).argtypes = [*arguments, number, number]
-    return library
+    number, tensor = ctypes.c_int64, TensorPointer
+    bounds = [number, number]
+    functions = {
+        "lay_out_right": (ctypes.c_int, [tensor, *[number] * 5, tensor, number, *bounds]),
+        "multiply": (
+            ctypes.c_int, [tensor, *[number] * 4, tensor, number, tensor, number, tensor, number, *bounds]
+        ),
+    }  # fmt: skip
+    constants = {
+        "edge": _EDGE, "wide": _WIDE, "transposed": _TRANSPOSED, "added": _ADDED, "relu": _RELU,
+        "done": DONE, "no_memory": NO_MEMORY, "failed": FAILED,
+    }  # fmt: skip
+    supported_by = "supports_products", "processor, compiler or system does not offer AMX"
+    return load_library("products", _SOURCES, functions, constants, supported_by=supported_by)

@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from vanilla_transformer import native_code
+from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.native_code import compile_library
 
 
 Precision = Literal["float32", "bfloat16", "int8"]
 
 _PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _SOURCES = tuple(Path(__file__).parent / name for name in ("native_decoder.cpp", "native_products.h", "../vectors.h"))
-# What calls return, beside 0.
-_UNKNOWN_TOKEN, _NO_MEMORY = 1, 2
+# What calls return; `Outcome` of vectors.h.
+_DONE, _UNKNOWN_TOKEN, _NO_MEMORY, _FAILED, _BAD_ARGUMENT = range(5)
+# Entries of `Dimensions` in the C++ file.
+_NUM_DIMENSIONS = 15
 # Numbers that are worked on together.
 _WIDTH = 16
 
@@ -68,7 +71,8 @@ class NativeState:
         self.handle = handle
         self.num_rows = num_rows
         self.length = 0
-        weakref.finalize(self, load_library().delete_state, handle)
+        # When the interpreter ends, another thread may still use it, and the memory goes anyway.
+        weakref.finalize(self, load_library().delete_state, handle).atexit = False
 
 
 class NativeDecoder:
@@ -100,24 +104,37 @@ class NativeDecoder:
             int(config.norm_position == "pre"), *widths[0], *widths[1],
         )  # fmt: skip
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
-        self._model = self._library.new_model(
+        sizes = [0 if tensor is None else tensor.numel() for tensor in self._tensors]
+        handle = ctypes.c_void_p()
+        outcome = self._library.new_model(
             (ctypes.c_int64 * len(dimensions))(*dimensions),
             (ctypes.c_float * 2)(
                 *(stack.embed_tokens.embed_scale for stack in (model.model.encoder, model.model.decoder))
             ),
             config.layer_norm_eps,
             (ctypes.c_void_p * len(pointers))(*pointers),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            len(pointers),
+            ctypes.byref(handle),
         )
-        if not self._model:
-            raise MemoryError(f"The weights cannot be packed: no memory, or no instructions for {precision}.")
-        weakref.finalize(self, self._library.delete_model, self._model)
+        if outcome == _NO_MEMORY:
+            raise MemoryError("There is no memory left for the weights of the decoder in C++.")
+        if outcome == _BAD_ARGUMENT:
+            raise ValueError(
+                "The model's weights have other sizes than its configuration says, or there are no instructions for "
+                f"{precision} here."
+            )
+        self._check(outcome)
+        self._model = handle.value
+        weakref.finalize(self, self._library.delete_model, self._model).atexit = False
 
     def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> NativeState:
         """Encode sources; see `IncrementalDecoder`."""
-        lengths = attention_mask.sum(1).numpy()
+        present = attention_mask.numpy() != 0
+        lengths = present.sum(1)
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        ids = np.ascontiguousarray(input_ids.numpy()[attention_mask.numpy() != 0], dtype=np.int64)
+        ids = np.ascontiguousarray(input_ids.numpy()[present], dtype=np.int64)
         positions = self._positions[0].up_to(input_ids.shape[1])
         handle = ctypes.c_void_p()
         outcome = self._library.new_state(
@@ -131,8 +148,8 @@ class NativeDecoder:
     def step(self, state: NativeState, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to each row; see `IncrementalDecoder`."""
         logits = torch.empty(state.num_rows, self.vocab_size)
-        tokens = tokens.contiguous()
-        outcome = self._library.step_logits(state.handle, tokens.data_ptr(), self._position(state), logits.data_ptr())
+        tokens = self._one_a_row(state, tokens.numpy())
+        outcome = self._library.step_logits(state.handle, tokens.ctypes.data, self._position(state), logits.data_ptr())
         self._check(outcome)
         return logits
 
@@ -140,7 +157,8 @@ class NativeDecoder:
         self, state: NativeState, tokens: np.ndarray, count: int, forbidden: np.ndarray, *, with_log_probs: bool = True
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Append a token to each row, and find the likeliest tokens that follow; see `ChoosingDecoder`."""
-        tokens = np.ascontiguousarray(tokens)
+        tokens = self._one_a_row(state, tokens)
+        forbidden = np.ascontiguousarray(forbidden, dtype=np.int64)
         values = np.empty((state.num_rows, count), dtype=np.float32)
         ids = np.empty((state.num_rows, count), dtype=np.int64)
         outcome = self._library.step_best(
@@ -148,26 +166,42 @@ class NativeDecoder:
             with_log_probs, values.ctypes.data, ids.ctypes.data,
         )  # fmt: skip
         self._check(outcome)
-        return ids, values if with_log_probs else None
+        if with_log_probs:
+            return ids, values
+        if np.isnan(values).any():
+            raise UserError("The model's outputs are no numbers, because its weights are not finite; repair them.")
+        return ids, None
 
     def select(self, state: NativeState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
         """Keep some sentences and continue some rows; see `IncrementalDecoder`."""
-        rows = rows.contiguous()
+        rows = rows.to(torch.int64).contiguous()
         if sentences is None:
             outcome = self._library.select_rows(state.handle, None, 0, rows.data_ptr(), len(rows))
         else:
-            sentences = sentences.contiguous()
+            sentences = sentences.to(torch.int64).contiguous()
             outcome = self._library.select_rows(
                 state.handle, sentences.data_ptr(), len(sentences), rows.data_ptr(), len(rows)
             )
         self._check(outcome)
         state.num_rows = len(rows)
 
+    @staticmethod
+    def _one_a_row(state: NativeState, tokens: np.ndarray) -> np.ndarray:
+        if tokens.shape != (state.num_rows,):
+            raise ValueError(
+                f"There are {state.num_rows} rows and tokens of the shape {tokens.shape}; give each row one."
+            )
+        return np.ascontiguousarray(tokens, dtype=np.int64)
+
     def _check(self, outcome: int) -> None:
         if outcome == _NO_MEMORY:
             raise MemoryError("There is no memory left to translate a batch; use a smaller --tokens_per_batch.")
         if outcome == _UNKNOWN_TOKEN:
             raise IndexError(f"A target token is not among the model's {self.vocab_size}.")
+        if outcome == _BAD_ARGUMENT:
+            raise ValueError("A source has no token, or rows are selected that are not there.")
+        if outcome != _DONE:
+            raise RuntimeError(f"The decoder in C++ failed with status {outcome}, or has failed before.")
 
     def _position(self, state: NativeState) -> int:
         """Address of the vector of the position that comes next, which the state moves beyond."""
@@ -240,11 +274,10 @@ def load_library() -> ctypes.CDLL:
     Raises:
         OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
     """
-    library = ctypes.CDLL(str(compile_library(_SOURCES, "decoder")))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    types = {
+    functions = {
         "supports_precision": (ctypes.c_int, [number]),
-        "new_model": (pointer, [pointer, pointer, ctypes.c_float, pointer]),
+        "new_model": (ctypes.c_int, [pointer, pointer, ctypes.c_float, pointer, pointer, number, pointer]),
         "delete_model": (None, [pointer]),
         "new_state": (ctypes.c_int, [*[pointer] * 3, number, pointer, pointer]),
         "delete_state": (None, [pointer]),
@@ -252,7 +285,8 @@ def load_library() -> ctypes.CDLL:
         "step_best": (ctypes.c_int, [*[pointer] * 4, number, number, ctypes.c_int, pointer, pointer]),
         "select_rows": (ctypes.c_int, [pointer, pointer, number, pointer, number]),
     }
-    for name, (result, arguments) in types.items():
-        getattr(library, name).restype = result
-        getattr(library, name).argtypes = arguments
-    return library
+    constants = {
+        "width": _WIDTH, **_PRECISIONS, "dimensions": _NUM_DIMENSIONS, "done": _DONE, "unknown_token": _UNKNOWN_TOKEN,
+        "no_memory": _NO_MEMORY, "failed": _FAILED, "bad_argument": _BAD_ARGUMENT,
+    }  # fmt: skip
+    return native_code.load_library("decoder", _SOURCES, functions, constants)

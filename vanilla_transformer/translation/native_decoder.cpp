@@ -47,7 +47,7 @@ template <typename T, typename At>
 void attend(const Widths& widths, const float* query, int64_t count, At at, float* out) {
     static thread_local Buffer<float> all_scores;
     int64_t padded = (count + WIDTH - 1) / WIDTH * WIDTH;
-    float* scores = all_scores.reserve(widths.heads * padded);
+    float* scores = all_scores.reserve(product(widths.heads, padded));
     float factor = 1 / std::sqrt(static_cast<float>(widths.key));
     for (int64_t position = 0; position < count; position++) {
         const T* key = at(position);
@@ -74,27 +74,40 @@ void attend(const Widths& widths, const float* query, int64_t count, At at, floa
     }
 }
 
-// Reads the model's tensors in the order that `tensors_of` in native.py has.
+// Reads the model's tensors in the order that `tensors_of` in native.py has, and checks that each has as many numbers
+// as are read of it.
 struct Reader {
     const float* const* next;
+    const int64_t* sizes;
+    int64_t left;
     Precision precision;
     float epsilon;
 
-    const float* take() { return *next++; }
+    const float* take(int64_t size) {
+        if (left-- == 0 || (*next && *sizes != size)) throw std::invalid_argument("a tensor");
+        sizes++;
+        return *next++;
+    }
+
+    const float* needed(int64_t size) {
+        const float* tensor = take(size);
+        if (!tensor) throw std::invalid_argument("a tensor");
+        return tensor;
+    }
 
     Matrix matrix(int64_t inputs, std::vector<int64_t> outputs) {
         std::vector<std::pair<const float*, int64_t>> parts;
         std::vector<const float*> biases;
         for (int64_t count : outputs) {
-            parts.emplace_back(take(), count);
-            biases.push_back(take());
+            parts.emplace_back(needed(product(inputs, count)), count);
+            biases.push_back(take(count));
         }
         return Matrix(precision, inputs, parts, biases);
     }
 
     Norm norm(int64_t width) {
-        const float* weight = take();
-        return {weight, take(), width, epsilon};
+        const float* weight = needed(width);
+        return {weight, needed(width), width, epsilon};
     }
 };
 
@@ -139,7 +152,8 @@ struct Stack {
     int64_t width;
 
     Stack(Reader& reader, const Dimensions& of, bool decodes, float scale)
-        : embeddings(reader.take()), scale(scale), pre_norm(of.pre_norm), width(of.model) {
+        : embeddings(reader.needed(product(decodes ? of.vocabulary : of.source_vocabulary, of.model))), scale(scale),
+          pre_norm(of.pre_norm), width(of.model) {
         for (int64_t i = 0; i < (decodes ? of.decoder_layers : of.encoder_layers); i++)
             layers.emplace_back(reader, of, decodes);
         if (pre_norm) norm = reader.norm(width);
@@ -153,7 +167,7 @@ struct Stack {
     // A sub-layer's input.
     const float* before(const Norm& norm, Work& work, int64_t count) const {
         if (!pre_norm) return work.hidden.data;
-        float* normed = work.normed.reserve(count * width);
+        float* normed = work.normed.reserve(product(count, width));
         std::copy_n(work.hidden.data, count * width, normed);
         for (int64_t i = 0; i < count; i++) norm.apply(normed + i * width);
         return normed;
@@ -161,7 +175,7 @@ struct Stack {
 
     // The sub-layer's last product, the residual connection and the normalisation.
     void after(const Norm& norm, const Matrix& last, const float* x, Work& work, int64_t count) const {
-        float* outputs = work.outputs.reserve(count * width);
+        float* outputs = work.outputs.reserve(product(count, width));
         last.multiply(x, last.inputs, count, outputs, width);
         for (int64_t i = 0; i < count; i++) {
             float* row = work.hidden.data + i * width;
@@ -172,7 +186,7 @@ struct Stack {
 
     void feed_forward(const Layer& layer, Work& work, int64_t count) const {
         int64_t ffn = layer.first.outputs;
-        float* inner = work.inner.reserve(count * ffn);
+        float* inner = work.inner.reserve(product(count, ffn));
         layer.first.multiply(before(layer.last_norm, work, count), width, count, inner, ffn, true);
         after(layer.last_norm, layer.second, inner, work, count);
     }
@@ -190,7 +204,9 @@ struct Model {
 
     Model(Reader reader, const Dimensions& of, const float* scales)
         : of(of), encoder(reader, of, false, scales[0]), decoder(reader, of, true, scales[1]),
-          output(reader.matrix(of.model, {of.vocabulary})) {}
+          output(reader.matrix(of.model, {of.vocabulary})) {
+        if (reader.left != 0) throw std::invalid_argument("tensors");
+    }
 };
 
 Work& work() {
@@ -230,10 +246,14 @@ struct State {
     };
     std::vector<Past> past;                // of each target position
     std::vector<std::vector<int32_t>> ancestors;  // of each row: the row that wrote each position
+    bool whole = true;                            // no step failed half way
 
     State(const Model& model, const int64_t* offsets, int64_t count)
         : model(model), offsets(offsets, offsets + count + 1), ancestors(count) {
-        for (int64_t i = 0; i < count; i++) sentences.push_back(i);
+        for (int64_t i = 0; i < count; i++) {
+            if (offsets[i] >= offsets[i + 1]) throw std::invalid_argument("a source without tokens");
+            sentences.push_back(i);
+        }
     }
 
     size_t cache_bytes() const { return model.of.precision == FLOAT32 ? 4 : 2; }
@@ -249,7 +269,7 @@ struct State {
     void encode(const int64_t* ids, const float* positions) {
         const Dimensions& of = model.of;
         int64_t tokens = offsets.back(), joined = of.decoder.joined();
-        source.reserve(of.decoder_layers * tokens * joined * sizeof(T));
+        source.reserve(product(of.decoder_layers, tokens, joined, sizeof(T)));
         int64_t count = offsets.size() - 1;
         for (int64_t first = 0, last; first < count; first = last) {
             // As many sentences as fit a group, at least one.
@@ -266,14 +286,14 @@ struct State {
         const Widths& widths = of.encoder;
         Work& w = work();
         int64_t begin = offsets[first], count = offsets[last] - begin;
-        float* hidden = w.hidden.reserve(count * of.model);
+        float* hidden = w.hidden.reserve(product(count, of.model));
         for (int64_t sentence = first; sentence < last; sentence++)
             for (int64_t token = offsets[sentence]; token < offsets[sentence + 1]; token++)
                 stack.embed(ids[token], positions + (token - offsets[sentence]) * of.model,
                             hidden + (token - begin) * of.model);
         int64_t stride = widths.keys() + widths.joined();
-        float* joined = w.joined.reserve(count * stride);
-        float* heads = w.inner.reserve(count * std::max(widths.values(), of.encoder_ffn));
+        float* joined = w.joined.reserve(product(count, stride));
+        float* heads = w.inner.reserve(product(count, std::max(widths.values(), of.encoder_ffn)));
         for (const Layer& layer : stack.layers) {
             layer.self_in.multiply(stack.before(layer.self_norm, w, count), of.model, count, joined, stride);
             for (int64_t sentence = first; sentence < last; sentence++) {
@@ -299,12 +319,12 @@ struct State {
     template <typename T, typename Finish>
     void step(const int64_t* tokens, const float* position, Finish finish) {
         const Dimensions& of = model.of;
-        past.push_back({Buffer<char>(of.decoder_layers * rows() * of.decoder.joined() * sizeof(T)), rows()});
+        past.push_back({Buffer<char>(product(of.decoder_layers, rows(), of.decoder.joined(), sizeof(T))), rows()});
         for (int64_t row = 0; row < rows(); row++) ancestors[row].push_back(row);
         length++;
         for (int64_t first = 0; first < rows(); first += GROUP) {
             int64_t count = std::min(GROUP, rows() - first);
-            float* hidden = work().hidden.reserve(count * of.model);
+            float* hidden = work().hidden.reserve(product(count, of.model));
             for (int64_t i = 0; i < count; i++)
                 model.decoder.embed(tokens[first + i], position, hidden + i * of.model);
             for (size_t layer = 0; layer < model.decoder.layers.size(); layer++) pass<T>(layer, first, count);
@@ -321,8 +341,8 @@ struct State {
         const Layer& layer = stack.layers[number];
         Work& w = work();
         int64_t stride = widths.keys() + widths.joined();
-        float* joined = w.joined.reserve(count * stride);
-        float* heads = w.inner.reserve(count * std::max(widths.values(), of.decoder_ffn));
+        float* joined = w.joined.reserve(product(count, stride));
+        float* heads = w.inner.reserve(product(count, std::max(widths.values(), of.decoder_ffn)));
 
         layer.self_in.multiply(stack.before(layer.self_norm, w, count), of.model, count, joined, stride);
         T* now = reinterpret_cast<T*>(past.back().cache.data) + number * past.back().rows * widths.joined();
@@ -357,19 +377,23 @@ struct State {
 
     template <typename Finish>
     void step(const int64_t* tokens, const float* position, Finish finish) {
+        if (!whole) throw std::logic_error("a step failed");
+        whole = false;
         MatrixUnit unit;
         if (model.of.precision == FLOAT32)
             step<float>(tokens, position, finish);
         else
             step<uint16_t>(tokens, position, finish);
+        whole = true;
     }
 
-    // The best tokens of each of some rows with their log-probabilities.
+    // The best tokens of each of some rows with their log-probabilities, which are no numbers where one of the row's
+    // logits is none.
     void score(const float* hidden, int64_t rows, const int64_t* banned, int64_t num_banned, int64_t best_count,
                bool with_sums, float* values, int64_t* ids) {
         static thread_local Buffer<float> logits, sums, bounds;
         int64_t vocabulary = model.of.vocabulary;
-        logits.reserve(rows * CHUNK), sums.reserve(rows), bounds.reserve(rows);
+        logits.reserve(product(rows, CHUNK)), sums.reserve(rows), bounds.reserve(rows);
         Matrix::Rows converted = model.output.convert(hidden, model.of.model, rows);
         for (int64_t first = 0; first < vocabulary; first += CHUNK) {
             int64_t count = std::min(CHUNK, vocabulary - first), padded = (count + WIDTH - 1) / WIDTH * WIDTH;
@@ -385,10 +409,13 @@ struct State {
                 for (int64_t i = 0; i < padded; i += WIDTH) {
                     Floats some = load(mine + i);
                     peak = max(peak, some);
-                    if (any_above(some, best.values[best_count - 1]))
-                        for (int64_t j = i; j < i + WIDTH; j++) best.offer(mine[j], first + j);
+                    if (!any_above(some, best.values[best_count - 1])) continue;
+                    for (int64_t j = i; j < i + WIDTH; j++) {
+                        if (std::isnan(mine[j])) bounds.data[row] = NAN;
+                        best.offer(mine[j], first + j);
+                    }
                 }
-                if (!with_sums) continue;
+                if (!with_sums || std::isnan(bounds.data[row])) continue;
                 float bound = std::max(bounds.data[row], largest(peak));
                 if (bound == -INFINITY) continue;
                 Floats total = {};
@@ -397,44 +424,47 @@ struct State {
                 bounds.data[row] = bound;
             }
         }
-        for (int64_t row = 0; with_sums && row < rows; row++)
-            for (int64_t i = 0; i < best_count; i++)
-                values[row * best_count + i] -= bounds.data[row] + std::log(sums.data[row]);
+        for (int64_t row = 0; row < rows; row++) {
+            float* mine = values + row * best_count;
+            if (std::isnan(bounds.data[row])) std::fill_n(mine, best_count, NAN);
+            for (int64_t i = 0; with_sums && i < best_count; i++) mine[i] -= bounds.data[row] + std::log(sums.data[row]);
+        }
     }
 
+    // Or is no number.
     static bool any_above(Floats values, float bound) {
 #ifdef __AVX512F__
-        return _mm512_cmp_ps_mask((__m512)values, _mm512_set1_ps(bound), _CMP_GT_OQ) != 0;
+        return _mm512_cmp_ps_mask((__m512)values, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
 #else
-        return largest(values) > bound;
+        return largest(~(values <= bound) & 1) != 0;
 #endif
     }
 
     void select(const int64_t* kept, int64_t num_kept, const int64_t* rows, int64_t num_rows) {
+        int64_t before = sentences.size(), after = kept ? num_kept : before;
+        auto is_below = [](int64_t bound) { return [=](int64_t i) { return i >= 0 && i < bound; }; };
+        if (num_rows > INT32_MAX) throw std::bad_alloc();
+        bool fits = after > 0 && num_rows >= after && num_rows % after == 0;
+        fits = fits && (!kept || std::all_of(kept, kept + after, is_below(before)));
+        if (!fits || !std::all_of(rows, rows + num_rows, is_below(this->rows()))) throw std::invalid_argument("rows");
         std::vector<std::vector<int32_t>> selected;
         selected.reserve(num_rows);
         for (int64_t i = 0; i < num_rows; i++) selected.push_back(ancestors[rows[i]]);
-        ancestors.swap(selected);
-        if (kept) {
-            std::vector<int64_t> left;
-            for (int64_t i = 0; i < num_kept; i++) left.push_back(sentences[kept[i]]);
-            sentences.swap(left);
-        }
-        beams = num_rows / static_cast<int64_t>(sentences.size());
+        std::vector<int64_t> left;
+        for (int64_t i = 0; i < after; i++) left.push_back(sentences[kept ? kept[i] : i]);
+        // Nothing changes where there is no memory.
+        ancestors.swap(selected), sentences.swap(left);
+        beams = num_rows / after;
     }
 };
 
-// What calls return; Python has the same numbers.
-enum Outcome { DONE, UNKNOWN_TOKEN, NO_MEMORY };
-
-// An exception must not leave a function that C calls.
 template <typename Work>
 int guarded(Work work) {
     try {
         work();
         return DONE;
-    } catch (const std::bad_alloc&) {
-        return NO_MEMORY;
+    } catch (...) {
+        return outcome_of_exception();
     }
 }
 
@@ -444,15 +474,24 @@ extern "C" {
 
 int supports_precision(int64_t precision) { return supports(precision); }
 
-Model* new_model(const int64_t* dimensions, const float* scales, float epsilon, const float* const* tensors) {
-    Dimensions of;
-    memcpy(&of, dimensions, sizeof of);
-    if (!supports(of.precision)) return nullptr;
-    try {
-        return new Model(Reader{tensors, static_cast<Precision>(of.precision), epsilon}, of, scales);
-    } catch (const std::bad_alloc&) {
-        return nullptr;
-    }
+// What Python has as well, in its order, after the number of values.
+const int64_t* shared_constants() {
+    static const int64_t table[] = {
+        10, WIDTH, FLOAT32, BFLOAT16, INT8, sizeof(Dimensions) / sizeof(int64_t), DONE, UNKNOWN_TOKEN, NO_MEMORY, FAILED,
+        BAD_ARGUMENT,
+    };
+    static_assert(sizeof table == 11 * sizeof *table);
+    return table;
+}
+
+int new_model(const int64_t* dimensions, const float* scales, float epsilon, const float* const* tensors,
+              const int64_t* sizes, int64_t num_tensors, Model** made) {
+    return guarded([&] {
+        Dimensions of;
+        memcpy(&of, dimensions, sizeof of);
+        if (!supports(of.precision)) throw std::invalid_argument("the precision");
+        *made = new Model(Reader{tensors, sizes, num_tensors, static_cast<Precision>(of.precision), epsilon}, of, scales);
+    });
 }
 
 void delete_model(Model* model) { delete model; }
@@ -487,6 +526,7 @@ int step_logits(State* state, const int64_t* tokens, const float* position, floa
 int step_best(State* state, const int64_t* tokens, const float* position, const int64_t* banned, int64_t num_banned,
               int64_t best_count, int with_sums, float* values, int64_t* ids) {
     if (!state->knows(tokens)) return UNKNOWN_TOKEN;
+    if (best_count < 1) return BAD_ARGUMENT;
     return guarded([&] {
         state->step(tokens, position, [&](int64_t first, int64_t count, const float* hidden) {
             state->score(hidden, count, banned, num_banned, best_count, with_sums, values + first * best_count,

@@ -182,12 +182,12 @@ class Matrix {
            const std::vector<const float*>& biases)
         : inputs(inputs), precision(precision) {
         for (auto& part : parts) outputs += part.second;
-        int64_t panels = (outputs + PANEL - 1) / PANEL;
+        size_t panels = (outputs + PANEL - 1) / PANEL;
         int per_group = precision == INT8 ? 4 : precision == BFLOAT16 ? 2 : 1;
         steps = precision == FLOAT32 ? inputs : (inputs + 16 * per_group - 1) / (16 * per_group);
-        panel_bytes = steps * (precision == FLOAT32 ? PANEL * 4 : STEP_BYTES);
+        panel_bytes = product(steps, precision == FLOAT32 ? PANEL * 4 : STEP_BYTES);
         // Prefetching reads a little beyond the end.
-        size_t bytes = panels * panel_bytes + 4 * STEP_BYTES;
+        size_t bytes = product(panels, panel_bytes) + 4 * STEP_BYTES;
         memset(packed.reserve(bytes), 0, bytes);
         std::fill_n(bias.reserve(panels * PANEL), panels * PANEL, 0.0f);
         std::fill_n(scales.reserve(panels * PANEL), panels * PANEL, 0.0f);
@@ -220,7 +220,7 @@ class Matrix {
         if (precision == FLOAT32) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float), nullptr, count};
         size_t stride = steps * 64;
         int64_t padded = (count + 31) / 32 * 32;
-        char* rows = scratch().rows.reserve(padded * stride);
+        char* rows = scratch().rows.reserve(product(padded, stride));
         float* row_scales = scratch().scales.reserve(padded);
         for (int64_t i = 0; i < count; i++)
             if (precision == INT8)
@@ -254,10 +254,12 @@ class Matrix {
             for (int64_t k = 0; k < inputs; k++) reinterpret_cast<float*>(panel)[k * PANEL + column] = weights[k];
             return;
         }
-        float largest = 0;
-        for (int64_t k = 0; k < inputs; k++) largest = std::max(largest, std::fabs(weights[k]));
-        float scale = largest > 0 ? largest / 127 : 1;
+        int32_t extreme = 0;
+        for (int64_t k = 0; k < inputs; k++) extreme = std::max(extreme, magnitude(weights[k]));
+        float scale = scale_of(extreme);
         scales.data[output] = scale;
+        // Nothing is left of the weights; in integers they are 0.
+        if (precision == INT8 && !(scale > 0)) return;
         char* tile = panel + column / 16 * TILE_BYTES + column % 16 * 4;
         for (int64_t k = 0; k < inputs; k++) {
             int64_t group = k / per_group, within = k % per_group;
@@ -273,18 +275,42 @@ class Matrix {
         }
     }
 
+    // The bits of a number without its sign. As integers they are ordered like magnitudes, with what is no number behind
+    // infinity, so that the largest tells of it.
+    static int32_t magnitude(float x) {
+        int32_t bits;
+        memcpy(&bits, &x, 4);
+        return bits & 0x7fffffff;
+    }
+
+    // What 1 stands for where the largest magnitude is 127: no number if that is not finite, and 0 if its inverse would
+    // not be.
+    static float scale_of(int32_t extreme) {
+        float bound;
+        memcpy(&bound, &extreme, 4);
+        if (!std::isfinite(bound)) return NAN;
+        return bound < 1e-35f ? 0 : bound / 127;
+    }
+
     // Round to -127 to 127, on a scale of the row's own, which is returned, and add 128.
     float round_row(const float* x, uint8_t* out, size_t stride) const {
         typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1)));
-        Floats extreme = {};
+        Ints extremes = {};
         int64_t whole = inputs / WIDTH * WIDTH;
         for (int64_t k = 0; k < whole; k += WIDTH) {
-            Floats v = load(x + k);
-            extreme = max(extreme, max(v, -v));
+            Ints bits = (Ints)load(x + k) & 0x7fffffff;
+            extremes = bits > extremes ? bits : extremes;
         }
-        float bound = largest(extreme);
-        for (int64_t k = whole; k < inputs; k++) bound = std::max(bound, std::fabs(x[k]));
-        float factor = bound > 0 ? 127 / bound : 0;
+        int32_t extreme = largest(extremes);
+        for (int64_t k = whole; k < inputs; k++) extreme = std::max(extreme, magnitude(x[k]));
+        float scale = scale_of(extreme);
+        if (!(scale > 0)) {
+            memset(out, 0, stride);
+            return scale;
+        }
+        float bound;
+        memcpy(&bound, &extreme, 4);
+        float factor = 127 / bound;
         for (int64_t k = 0; k < whole; k += WIDTH) {
             // The sum has the rounded number in its lowest bits.
             Ints rounded = (Ints)(load(x + k) * factor + (12582912.0f + 128.0f));
@@ -292,7 +318,7 @@ class Matrix {
         }
         for (int64_t k = whole; k < inputs; k++) out[k] = static_cast<int>(std::nearbyint(x[k] * factor)) + 128;
         memset(out + inputs, 0, stride - inputs);
-        return bound / 127;
+        return scale;
     }
 
     void halve_row(const float* x, uint16_t* out, size_t stride) const {
@@ -306,7 +332,7 @@ class Matrix {
     template <typename T>
     void put(T* out, Floats value, int64_t output, bool relu) const {
         value += load(bias.data + output);
-        if (relu) value = max(value, Floats{});
+        if (relu) value = ::relu(value);
         if (output + WIDTH <= outputs) {
             store(out + output, value);
         } else {
