@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -154,11 +155,14 @@ def test_the_likeliest_tokens_are_those_of_the_logits(scrambled, precision, coun
         found, log_probs = decoder.step_best(states[1], tokens.numpy(), count, np.array(forbidden, dtype=np.int64))
         np.testing.assert_array_equal(found, expected_ids)
         np.testing.assert_allclose(log_probs, expected, atol=1e-5)
-        bare, nothing = decoder.step_best(
-            decoder.start(ids, mask), tokens.numpy(), count, np.array(forbidden, dtype=np.int64), with_log_probs=False
-        )
-        assert nothing is None
-        assert bare.shape == (20, count)
+    # Without log-probabilities, what comes with the tokens are their logits.
+    states = decoder.start(ids, mask), decoder.start(ids, mask)
+    expected, expected_ids = decoder.step(states[0], tokens).topk(count)
+    found, logits = decoder.step_best(
+        states[1], tokens.numpy(), count, np.empty(0, dtype=np.int64), with_log_probs=False
+    )
+    np.testing.assert_array_equal(found, expected_ids)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
 def test_where_nothing_is_permitted_nothing_is_probable(scrambled):
@@ -491,15 +495,6 @@ def test_matrices_of_tiny_numbers_are_zero_in_8_bits(scrambled, size):
     assert decoder.step(state, torch.tensor([1])).abs().max() <= 1e-30
 
 
-def test_greedy_search_without_scores_names_weights_that_are_not_finite(scrambled):
-    model = scrambled()
-    model.model.decoder.layers[0].fc1.weight.data[3, 4] = torch.nan
-    decoder = make(PRECISE["native"], "native", model)
-    ids = torch.tensor([[5, 6, 7]])
-    with pytest.raises(UserError, match=r"its weights are not finite; repair them\.$"):
-        search(decoder, ids, torch.ones_like(ids), SPECIAL, SearchOptions(num_beams=1), with_scores=False)
-
-
 def test_what_cpp_would_trust_in_is_refused(scrambled):
     model = scrambled()
     decoder = make(PRECISE["native"], "native", model)
@@ -548,3 +543,77 @@ def test_threads_may_be_decoding_when_the_interpreter_ends(scrambled):
     make(PRECISE["native"], "native", scrambled())
     done = subprocess.run([sys.executable, "-c", DAEMON], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_thread_may_replace_the_table_of_positions(scrambled, monkeypatch):
+    model = scrambled()
+    decoder, ids = PackedDecoder(model), torch.randint(3, 261, (1, 40))
+    expected = PackedDecoder(model)._encoder.embed(ids)
+    embedding = torch.nn.functional.embedding
+
+    def interrupted(*arguments):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: setattr(decoder._encoder, "_table", decoder._encoder._table[:1])).result()
+        return embedding(*arguments)
+
+    # Between the growing of the table and its use.
+    monkeypatch.setattr(torch.nn.functional, "embedding", interrupted)
+    assert torch.equal(decoder._encoder.embed(ids), expected)
+
+
+@pytest.mark.parametrize("call", ["step", "step_best"])
+def test_a_table_of_positions_lives_as_long_as_cpp_reads_it(scrambled, monkeypatch, call):
+    decoder = make(PRECISE["native"], "native", scrambled())
+    state = decoder.start(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long))
+    library, up_to, tables, alive = decoder._library, decoder._positions[1].up_to, [], []
+
+    class Watching:
+        def __getattr__(self, name):
+            if name.startswith("step"):
+                alive.append(tables[-1]() is not None)
+            return getattr(library, name)
+
+    def outgrown(length):
+        # As if another thread had put a longer one in its place at once.
+        table = up_to(length).clone()
+        tables.append(weakref.ref(table.untyped_storage()))
+        return table
+
+    monkeypatch.setattr(decoder._positions[1], "up_to", outgrown)
+    monkeypatch.setattr(decoder, "_library", Watching())
+    if call == "step":
+        decoder.step(state, torch.tensor([1]))
+    else:
+        decoder.step_best(state, np.array([1]), 1, np.empty(0, dtype=np.int64))
+    assert alive == [True]
+
+
+@pytest.mark.parametrize("name", PRECISE)
+def test_searches_in_threads_may_grow_the_tables_at_once(scrambled, name):
+    model = scrambled()
+    rows = [torch.randint(3, 261, (1, length)) for length in (300, 5, 90, 700, 30, 1100, 2, 400)]
+
+    def first_logits(decoder, row):
+        return decoder.step(decoder.start(row, torch.ones_like(row)), torch.tensor([1]))
+
+    expected = [first_logits(make(PRECISE[name], name, model), row) for row in rows]
+    for _ in range(5):
+        decoder = make(PRECISE[name], name, model)
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda row, decoder=decoder: first_logits(decoder, row), rows))
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("name", PRECISE)
+def test_the_side_of_the_padding_does_not_matter(scrambled, name, settings):
+    model = scrambled(**settings)
+    decoder = make(PRECISE[name], name, model)
+    lengths, generator = [7, 3, 5], torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 261, (3, 7), generator=generator)
+    right = torch.tensor([[int(position < length) for position in range(7)] for length in lengths])
+    turned = [torch.cat([row[length:], row[:length]]) for row, length in zip(ids, lengths, strict=True)]
+    tokens = torch.tensor([1, 1, 1])
+    expected = decoder.step(decoder.start(ids, right), tokens)
+    found = decoder.step(decoder.start(torch.stack(turned), right.flip(1)), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)

@@ -109,6 +109,17 @@ def test_the_length_penalty(make_model, batch, given, alpha):
     torch.testing.assert_close(output.sequences_scores.double(), torch.tensor(scores).double(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_penalty_that_the_model_names_is_taken_whatever_it_is(model, batch, tokenizer):
+    model.generation_config.length_penalty = 1.0
+    options = {"num_beams": 3, "custom_generate": paper_beam_search, "return_dict_in_generate": True}
+    output = model.generate(**batch, **options)
+    texts = tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
+    translator = Translator(model, tokenizer, num_beams=3)
+    assert translator.options.length_penalty == 1.0
+    scores = [found[0].score for found in translator.hypotheses(texts)]
+    assert output.sequences_scores.tolist() == pytest.approx(scores, abs=1e-6)
+
+
 def test_several_sequences_prefixes_and_what_is_banned(model, batch):
     prefixes = torch.tensor([[1, 70 + number, 90] for number in range(8)])
     ids = model.generate(

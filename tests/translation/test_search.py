@@ -15,6 +15,7 @@ from scripted_decoders import (
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.translation.arguments import SearchOptions
 from vanilla_transformer.translation.search import SpecialTokens, search
+from vanilla_transformer.translation.vocabulary import best_tokens
 
 
 START, END = 1, 2
@@ -293,3 +294,76 @@ def test_a_prefix_longer_than_the_translation_may_be():
 def test_a_prefix_with_a_banned_token():
     with pytest.raises(UserError, match=r"^A forced prefix holds the banned token 4;"):
         translate(None, 9, [0], SearchOptions(banned_tokens=(4,)), prefixes=[(3, 4)])
+
+
+# Logits that are equal, or no numbers
+
+
+class Logits:
+    """A decoder of given logits, the same at every step."""
+
+    def __init__(self, logits):
+        self.logits, self.vocab_size = logits, logits.shape[-1]
+
+    def start(self, input_ids, attention_mask):
+        return None
+
+    def step(self, state, tokens):
+        return self.logits.expand(len(tokens), -1).clone()
+
+    def select(self, state, sentences, rows):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 4, 9, 60])
+def test_of_equal_logits_the_lowest_id_wins(dtype, count):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        # Few values, so that many are equal, at the last place too.
+        logits = torch.randint(0, 2 + seed, (7, 60), generator=generator).to(dtype)
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        found, log_probs = best_tokens(logits, count)
+        assert found.tolist() == ids[:, :count].tolist()
+        expected = logits.float().log_softmax(-1).gather(1, ids[:, :count])
+        torch.testing.assert_close(torch.from_numpy(log_probs), expected)
+        bare, largest = best_tokens(logits, count, with_log_probs=False)
+        assert bare.tolist() == found.tolist()
+        assert largest.tolist() == values[:, :count].tolist()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("with_scores", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        SearchOptions(num_beams=1),
+        SearchOptions(num_beams=3),
+        SearchOptions(num_beams=3, rules="transformers"),
+        SearchOptions(num_beams=1, sample=True),
+    ],
+    ids=["greedy", "beam", "transformers", "sample"],
+)
+def test_logits_that_are_not_finite_are_no_translation(options, with_scores, bad):
+    logits = torch.zeros(1, 9)
+    assert translate(None, 9, [0], options, decoder=Logits(logits), with_scores=with_scores)[0]
+    logits[0, 6] = bad
+    assert translate(None, 9, [0], options, decoder=Logits(logits), with_scores=with_scores) == [[]]
+    # What is forbidden does not count, unless nothing is left.
+    options = replace(options, banned_tokens=(6,))
+    assert translate(None, 9, [0], options, decoder=Logits(logits), with_scores=with_scores)[0]
+    options = replace(options, banned_tokens=tuple(range(9)))
+    assert translate(None, 9, [0], options, decoder=Logits(logits), with_scores=with_scores) == [[]]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_hypothesis_whose_logits_are_no_numbers_spoils_its_sentence_alone(num_beams):
+    log_probs = random_probabilities(3, 8)
+
+    def spoiled(source, beginning):
+        found = log_probs(source, beginning)
+        return found * math.nan if source == 1 and len(beginning) == 1 else found
+
+    options = SearchOptions(num_beams=num_beams, extra_length=6)
+    expected = translate(log_probs, 8, [0, 1, 2], options)
+    assert translate(spoiled, 8, [0, 1, 2], options) == [expected[0], [], expected[2]]

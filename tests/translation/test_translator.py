@@ -29,6 +29,11 @@ def translator(model, tokenizer):
 class Echo:
     """A backend that repeats the source as its own translation, and keeps what it was called with."""
 
+    takes_threads = True
+
+    def renew(self):
+        pass
+
     def __init__(self, *tokens):
         self.tokens = tokens
         self.calls = []
@@ -252,10 +257,10 @@ def test_the_models_generation_configuration_is_the_default(tokenizer, make_mode
     default = translator.translate(SENTENCES[:8])
     assert default == explicit.translate(SENTENCES[:8])
     assert default != greedy.translate(SENTENCES[:8])
-    # A model that says nothing is translated greedily, and with the paper's penalty if more is asked for.
+    # A model that says nothing is translated as in the paper.
     model.generation_config = GenerationConfig(decoder_start_token_id=1, eos_token_id=[2], pad_token_id=0)
-    assert Translator(model, tokenizer).options == SearchOptions(num_beams=1)
-    assert Translator(model, tokenizer, num_beams=4).options == SearchOptions()
+    assert Translator(model, tokenizer).options == SearchOptions()
+    assert Translator(model, tokenizer, sample=True).options.num_beams == 1
 
 
 @pytest.mark.parametrize(
@@ -271,12 +276,18 @@ def test_a_model_that_does_not_generate_is_refused(tokenizer, model):
         Translator(VanillaTransformerModel(model.config), tokenizer)
 
 
-def test_a_model_of_numbers_that_are_not_finite_is_named(tokenizer, make_model):
-    model = make_model()
-    torch.nn.init.constant_(model.model.shared.weight, float("nan"))
-    for num_beams in (1, 3):
-        with pytest.raises(UserError, match=r"^The model finds no translation of text 2: "):
-            Translator(model, tokenizer, num_beams=num_beams).hypotheses(["", "a"])
+@pytest.mark.parametrize("decoder", ["packed", "called"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_model_of_numbers_that_are_not_finite_is_named(tokenizer, make_model, num_beams, decoder):
+    model = make_model(tie_word_embeddings=False).double()
+    with torch.no_grad():
+        model.lm_head.weight[200, 3] = float("nan")
+    if decoder == "called":
+        model.lm_head.register_forward_hook(lambda module, args, output: None)
+    translator = Translator(model, tokenizer, num_beams=num_beams)
+    for translate in (translator.hypotheses, translator.translate):
+        with pytest.raises(UserError, match=r"^The model finds no translation of text 2: its weights are not finite"):
+            translate(["", "a"])
 
 
 # Long texts

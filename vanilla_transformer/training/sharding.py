@@ -148,12 +148,23 @@ def whole_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedM
         tensor = whole(parameter.detach())
         if accelerator.is_main_process:
             tensors[name] = tensor
-    if not accelerator.is_main_process:
-        return None
+    return plain_model(model, tensors) if accelerator.is_main_process else None
+
+
+def plain_model(model: PreTrainedModel, tensors: dict[str, torch.Tensor] | None = None) -> PreTrainedModel:
+    """A model as its class makes it, without the layers and operations that training puts in their place.
+
+    Args:
+        model: The model.
+        tensors: Its parameters and buffers by name, of tied ones under one name at least; `None` takes the model's.
+
+    Returns:
+        A model that has these very tensors, and not copies of them.
+    """
     with torch.device("meta"):
         copy = type(model)(model.config)
     # Tied parameters are one tensor there, under one of their names.
-    copy.load_state_dict(tensors, strict=False, assign=True)
+    copy.load_state_dict(model.state_dict() if tensors is None else tensors, strict=False, assign=True)
     copy.tie_weights()
     copy.generation_config = model.generation_config
     return copy

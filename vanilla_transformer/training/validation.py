@@ -19,7 +19,7 @@ from .configuration import TrainingOptions
 from .ema import MovingAverage
 from .failures import naming_batch
 from .preparation import PreparedData
-from .sharding import reshard, whole_model, with_idle_passes
+from .sharding import plain_model, reshard, whole_model, with_idle_passes
 
 
 # Receives the model in evaluation mode and the tokenizer; returns named scores for the journal and, if it likes, under
@@ -85,7 +85,8 @@ class Validation:
             if self.evaluation is not None:
                 model = whole_model(self.model, self.accelerator)
                 if self.accelerator.is_main_process:
-                    record.update(self.evaluation(model.eval(), self.data.tokenizer))
+                    # Operations that only training needs would keep the fast decoders from the model.
+                    record.update(self.evaluation(plain_model(model).eval(), self.data.tokenizer))
         # The evaluation's scores are the main process's alone, and the first use of several processes.
         return broadcast_object_list([record])[0]
 

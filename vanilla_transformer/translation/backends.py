@@ -15,14 +15,24 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 from .arguments import Quantization, SearchOptions
-from .choice import make_decoder
+from .choice import ModelDecoder
 from .hypotheses import Hypothesis
+from .plain_decoder import PlainDecoder
+from .plain_models import unwrapped
 from .search import SpecialTokens, search
-from .steps import IncrementalDecoder
 
 
 class Backend(Protocol):
     """Translates batches of ids."""
+
+    @property
+    def takes_threads(self) -> bool:
+        """Whether several threads may translate at once."""
+        ...
+
+    def renew(self) -> None:
+        """Take in changes of the model since the last call."""
+        ...
 
     def translate(
         self,
@@ -52,7 +62,7 @@ def make_backend(
     """Choose how a model translates.
 
     Args:
-        model: A model that generates text.
+        model: A model that generates text, which the wrappers that `unwrapped` knows may be around.
         pad_token_id: Id that fills sources.
         options: The kind of search.
         quantization: As for `make_decoder`.
@@ -63,14 +73,15 @@ def make_backend(
     Raises:
         UserError: The model's class cannot do what the options ask for.
     """
-    if isinstance(model, VanillaTransformerForConditionalGeneration):
-        return SearchBackend(model, pad_token_id, options, make_decoder(model, quantization=quantization))
+    inner = unwrapped(model)
+    if isinstance(inner, VanillaTransformerForConditionalGeneration):
+        return SearchBackend(inner, pad_token_id, options, ModelDecoder(model, quantization=quantization))
     if options.sample or options.banned_tokens or options.rules == "transformers" or quantization is not None:
         raise UserError(
-            f"{type(model).__name__} translates with its own `generate`, which takes no --sample, --rules, "
+            f"{type(inner).__name__} translates with its own `generate`, which takes no --sample, --rules, "
             "--quantization and banned tokens here; leave them out."
         )
-    return GenerateBackend(model, pad_token_id, options)
+    return GenerateBackend(inner, pad_token_id, options)
 
 
 def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:
@@ -90,9 +101,9 @@ def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("sample"):
         given.setdefault("num_beams", 1)
-    defaults = {"num_beams": config.num_beams or 1}
-    if config.length_penalty is not None:
-        defaults["length_penalty"] = config.length_penalty
+    defaults = {
+        name: getattr(config, name) for name in ("num_beams", "length_penalty") if getattr(config, name) is not None
+    }
     if isinstance(model, VanillaTransformerForConditionalGeneration):
         if "banned_tokens" not in given:
             given["banned_tokens"] = banned_tokens_of(config)
@@ -133,7 +144,7 @@ class SearchBackend:
     """Our search.
 
     Args:
-        model: The model; only its device and its special tokens are taken from it.
+        model: The model; only its special tokens are taken from it.
         pad_token_id: Id that fills sources.
         options: The kind of search.
         decoder: Scores tokens.
@@ -144,13 +155,21 @@ class SearchBackend:
         model: VanillaTransformerForConditionalGeneration,
         pad_token_id: int,
         options: SearchOptions,
-        decoder: IncrementalDecoder,
+        decoder: ModelDecoder,
     ):
-        self._device = model.device
         self._special_tokens = special_tokens_of(model.generation_config)
         self._pad_token_id = pad_token_id
         self._options = options
         self._decoder = decoder
+
+    @property
+    def takes_threads(self) -> bool:
+        """As `Backend.takes_threads`: not where a hook or an offloaded weight may be in the way of other threads."""
+        return not isinstance(self._decoder.current, PlainDecoder)
+
+    def renew(self) -> None:
+        """As `Backend.renew`."""
+        self._decoder.renew()
 
     def translate(
         self,
@@ -162,10 +181,11 @@ class SearchBackend:
     ) -> list[list[Hypothesis]]:
         """As `Backend.translate`."""
         input_ids, attention_mask = pad(sources, self._pad_token_id)
+        decoder = self._decoder.current
         return search(
-            self._decoder,
-            input_ids.to(self._device),
-            attention_mask.to(self._device),
+            decoder,
+            input_ids.to(decoder.device),
+            attention_mask.to(decoder.device),
             self._special_tokens,
             self._options,
             prefixes=prefixes,
@@ -187,6 +207,14 @@ class GenerateBackend:
         self._model = model
         self._pad_token_id = pad_token_id
         self._options = options
+
+    @property
+    def takes_threads(self) -> bool:
+        """As `Backend.takes_threads`: nobody promises it of `generate`."""
+        return False
+
+    def renew(self) -> None:
+        """As `Backend.renew`; `generate` always uses the model as it is."""
 
     @torch.inference_mode()
     def translate(

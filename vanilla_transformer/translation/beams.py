@@ -43,6 +43,7 @@ class Beams:
         self._finished: list[list[_Ending]] = [[] for _ in caps]
         self._worst_finished = np.full(len(caps), -np.inf)
         self._unfinished: list[list[Hypothesis]] = [[] for _ in caps]
+        self._failed = np.zeros(len(caps), dtype=bool)
         self._position = 0
 
     def advance(self, step: Step) -> Choice | None:
@@ -65,6 +66,7 @@ class Beams:
         length = self._caps[self._sentences] if options.length_penalty > 0.0 else self._position + 1
         reachable = scores[:, 0] / options.penalty(length)
         done = capped | (self._worst_finished[self._sentences] > reachable) | (scores[:, 0] == -np.inf)
+        done |= self._failed[self._sentences]
         rows = parents + np.arange(len(parents))[:, None] * self._alive.shape[1]
         self._alive = scores
         if not done.any():
@@ -84,13 +86,18 @@ class Beams:
         if forced:
             logits = step.logits()
         ids, log_probs = step.best(count)
+        failed = ~np.isfinite(log_probs[:, 0]).reshape(num_sentences, width) & (self._alive > -np.inf)
+        self._failed[self._sentences] |= failed.any(axis=1)
         if forced:
             wanted = np.repeat(self._forced[self._sentences, self._position], width)
             rows = (wanted >= 0).nonzero()[0]
             ids[rows, 0] = wanted[rows]
             log_probs[rows, 0] = log_probs_of(logits, rows, wanted[rows])
             log_probs[rows, 1:] = -np.inf
-        scores = (self._alive[:, :, None] + log_probs.reshape(num_sentences, width, count)).reshape(num_sentences, -1)
+        scores = self._alive[:, :, None] + log_probs.reshape(num_sentences, width, count)
+        # What follows a hypothesis that is none may be NaN.
+        scores[self._alive == -np.inf] = -np.inf
+        scores = scores.reshape(num_sentences, -1)
         order = (-scores).argsort(axis=1, kind="stable")[:, : 2 * self._options.num_beams]
         tokens = np.take_along_axis(ids.reshape(num_sentences, -1), order, 1)
         return np.take_along_axis(scores, order, 1), tokens, order // count
@@ -136,9 +143,11 @@ class Beams:
             ]
 
     def results(self) -> list[list[Hypothesis]]:
-        """The hypotheses of every sentence, the best first."""
+        """The hypotheses of every sentence, as `search` returns them."""
         return [
-            [
+            []
+            if self._failed[number]
+            else [
                 Hypothesis(
                     (*self._tree.path(number, ending.length - 1, ending.parent), ending.token),
                     ending.log_prob,

@@ -95,11 +95,13 @@ class PackedDecoder:
         heads, d_k, d_v = self._decoder_widths
         layers = self.config.decoder_layers
         num_sentences, length = input_ids.shape
-        mask = None
+        mask = positions = None
         if not attention_mask.all():
             mask = torch.zeros(attention_mask.shape, dtype=self.dtype, device=self.device)
             mask = mask.masked_fill_(attention_mask == 0, -torch.inf)[:, None, None]
-        hidden = self._encode(input_ids, mask)
+            # Tokens are counted, so that it does not matter on which side the padding is.
+            positions = (attention_mask.cumsum(1) - 1).clamp_(min=0)
+        hidden = self._encode(input_ids, mask, positions)
         joined = self._source(hidden) if self._source else hidden[:, :0]
         keys, values = joined.split([layers * heads * d_k, layers * heads * d_v], dim=1)
         keys = keys.view(num_sentences, length, layers, heads, d_k).permute(2, 0, 3, 4, 1).contiguous()
@@ -165,11 +167,13 @@ class PackedDecoder:
                 state.source_mask = state.source_mask.index_select(0, sentences)
         state.beams = len(rows) // state.source_keys.shape[1]
 
-    def _encode(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _encode(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         """The encoder's output [S * T, D]."""
         num_sentences, length = input_ids.shape
         heads, d_k, d_v = self._encoder_widths
-        hidden = self._encoder.embed(input_ids)
+        hidden = self._encoder.embed(input_ids, 0, positions)
         for layer in self._encoder.layers:
             joined = layer.self_attention(layer.self_residual.before(hidden)).view(num_sentences, length, -1)
             queries, keys, values = (
@@ -263,17 +267,24 @@ class _Stack:
         self._table = self._embeddings.new_empty(0, self._embeddings.shape[1])
         self._norm = None if stack.layer_norm is None else copy.deepcopy(stack.layer_norm).to(pack.dtype)
 
-    def embed(self, input_ids: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Sums of scaled embeddings and positions [N * n, D] for ids [N, n] at the positions from `first` on."""
+    def embed(self, input_ids: torch.Tensor, first: int = 0, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Sums of scaled embeddings and positions [N * n, D] for ids [N, n], at positions [N, n] or from `first`."""
         end = first + input_ids.shape[1]
-        if len(self._table) < end:
+        table = self._up_to(end)
+        hidden = nn.functional.embedding(input_ids, self._embeddings) * self._scale
+        return hidden.add_(table[first:end] if positions is None else table[positions]).flatten(0, 1)
+
+    def _up_to(self, length: int) -> torch.Tensor:
+        """The vectors of at least so many positions, or of all learned ones."""
+        # Another thread may put another table in its place at any time.
+        table = self._table
+        if len(table) < length:
             # Learned positions end somewhere.
-            size = min(2 * end, getattr(self._positions, "num_embeddings", 2 * end))
+            size = min(2 * length, getattr(self._positions, "num_embeddings", 2 * length))
             positions = torch.arange(size, device=self._embeddings.device)
             wide = torch.promote_types(self._dtype, torch.float32)
-            self._table = self._positions(positions, wide).detach().to(self._dtype)
-        hidden = nn.functional.embedding(input_ids, self._embeddings) * self._scale
-        return hidden.add_(self._table[first:end]).flatten(0, 1)
+            self._table = table = self._positions(positions, wide).detach().to(self._dtype)
+        return table
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """The stack's output, from that of its last layer."""

@@ -31,7 +31,7 @@ _PROCESSORS = (
     SuppressTokensLogitsProcessor,
 )
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
-# What `generate` takes where nobody says otherwise.
+# What `generate` takes where neither the call nor the model says otherwise.
 _DEFAULT_LENGTH_PENALTY = 1.0
 
 
@@ -60,8 +60,9 @@ def paper_beam_search(
         logits_processor: What `generate` makes of its options.
         stopping_criteria: Likewise.
         generation_config: Likewise.
-        alpha: Power of the length penalty ((5 + length) / 6)^alpha; `None` takes `length_penalty` of the call or the
-            generation configuration, and 0.6 where that is transformers' default of 1.0.
+        alpha: Power of the length penalty ((5 + length) / 6)^alpha; `None` takes `length_penalty` of the call, else of
+            the model's generation configuration, else 0.6. For a model whose configuration says nothing, a call with
+            1.0 looks like transformers' default, and must say so by `alpha`.
         extra_length: Largest number of tokens beyond those of the source.
         **model_kwargs: The encoder's output and its mask, repeated for each beam.
 
@@ -77,8 +78,9 @@ def paper_beam_search(
     """
     _check(model, logits_processor, stopping_criteria, generation_config, model_kwargs.get("decoder_attention_mask"))
     if alpha is None:
-        given = generation_config.length_penalty
-        alpha = SearchOptions().length_penalty if given in (None, _DEFAULT_LENGTH_PENALTY) else given
+        alpha = generation_config.length_penalty
+        if alpha == _DEFAULT_LENGTH_PENALTY and model.generation_config.length_penalty is None:
+            alpha = SearchOptions().length_penalty
     options = SearchOptions(
         num_beams=generation_config.num_beams,
         num_hypotheses=generation_config.num_return_sequences,

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from vanilla_transformer import native_code
-from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 
@@ -89,8 +88,8 @@ class NativeDecoder:
     def __init__(self, model: VanillaTransformerForConditionalGeneration, *, precision: Precision):
         config = model.config
         self.vocab_size = config.decoder_vocab_size
+        self.device = torch.device("cpu")
         self._source_vocab_size = config.vocab_size
-        self._width = config.d_model
         self._library = load_library()
         self._tensors = [None if tensor is None else _plain(tensor) for tensor in tensors_of(model)]
         self._positions = _Positions(model.model.encoder), _Positions(model.model.decoder)
@@ -135,7 +134,7 @@ class NativeDecoder:
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         ids = np.ascontiguousarray(input_ids.numpy()[present], dtype=np.int64)
-        positions = self._positions[0].up_to(input_ids.shape[1])
+        positions = self._positions[0].up_to(int(lengths.max(initial=0)))
         handle = ctypes.c_void_p()
         outcome = self._library.new_state(
             self._model, ids.ctypes.data, offsets.ctypes.data, len(lengths), positions.data_ptr(), ctypes.byref(handle)
@@ -148,29 +147,25 @@ class NativeDecoder:
     def step(self, state: NativeState, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to each row; see `IncrementalDecoder`."""
         logits = torch.empty(state.num_rows, self.vocab_size)
-        tokens = self._one_a_row(state, tokens.numpy())
-        outcome = self._library.step_logits(state.handle, tokens.ctypes.data, self._position(state), logits.data_ptr())
+        tokens, position = self._one_a_row(state, tokens.numpy()), self._position(state)
+        outcome = self._library.step_logits(state.handle, tokens.ctypes.data, position.data_ptr(), logits.data_ptr())
         self._check(outcome)
         return logits
 
     def step_best(
         self, state: NativeState, tokens: np.ndarray, count: int, forbidden: np.ndarray, *, with_log_probs: bool = True
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Append a token to each row, and find the likeliest tokens that follow; see `ChoosingDecoder`."""
-        tokens = self._one_a_row(state, tokens)
+        tokens, position = self._one_a_row(state, tokens), self._position(state)
         forbidden = np.ascontiguousarray(forbidden, dtype=np.int64)
         values = np.empty((state.num_rows, count), dtype=np.float32)
         ids = np.empty((state.num_rows, count), dtype=np.int64)
         outcome = self._library.step_best(
-            state.handle, tokens.ctypes.data, self._position(state), forbidden.ctypes.data, len(forbidden), count,
+            state.handle, tokens.ctypes.data, position.data_ptr(), forbidden.ctypes.data, len(forbidden), count,
             with_log_probs, values.ctypes.data, ids.ctypes.data,
         )  # fmt: skip
         self._check(outcome)
-        if with_log_probs:
-            return ids, values
-        if np.isnan(values).any():
-            raise UserError("The model's outputs are no numbers, because its weights are not finite; repair them.")
-        return ids, None
+        return ids, values
 
     def select(self, state: NativeState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
         """Keep some sentences and continue some rows; see `IncrementalDecoder`."""
@@ -203,11 +198,10 @@ class NativeDecoder:
         if outcome != _DONE:
             raise RuntimeError(f"The decoder in C++ failed with status {outcome}, or has failed before.")
 
-    def _position(self, state: NativeState) -> int:
-        """Address of the vector of the position that comes next, which the state moves beyond."""
+    def _position(self, state: NativeState) -> torch.Tensor:
+        """The vector of the position that comes next, which the state moves beyond; it keeps its table alive."""
         state.length += 1
-        table = self._positions[1].up_to(state.length)
-        return table.data_ptr() + (state.length - 1) * self._width * table.element_size()
+        return self._positions[1].up_to(state.length)[state.length - 1]
 
 
 class _Positions:
@@ -216,11 +210,10 @@ class _Positions:
     def __init__(self, stack: nn.Module):
         self._module = stack.embed_positions
         self._table = torch.empty(0, stack.config.d_model)
-        # A table that a search of another thread still reads must not go.
-        self._former: list[torch.Tensor] = []
 
     def up_to(self, length: int) -> torch.Tensor:
-        """The vectors of at least so many positions, in float32."""
+        """The vectors of at least so many positions, in float32, for as long as the caller keeps them."""
+        # Another thread may put another table in its place at any time.
         table = self._table
         if len(table) < length:
             bound = getattr(self._module, "num_embeddings", 2**31)
@@ -229,7 +222,6 @@ class _Positions:
             size = min(max(2 * length, 256), bound)
             with torch.inference_mode():
                 table = self._module(torch.arange(size), torch.float32).contiguous()
-            self._former.append(self._table)
             self._table = table
         return table
 

@@ -31,12 +31,14 @@ class Paths:
         self._forced = forced
         self._caps = caps
         self._with_scores = with_scores
+        self._has_scores = with_scores or options.sample
         self._sentences = np.arange(len(caps))
         shape = (len(caps), options.num_hypotheses)
         self._tokens = np.zeros((*shape, int(caps.max())), dtype=np.int32)
-        self._log_probs = np.full(shape, 0.0 if with_scores or options.sample else np.nan)
+        self._log_probs = np.full(shape, 0.0 if self._has_scores else np.nan)
         self._lengths = np.zeros(shape, dtype=np.int64)
         self._finished = np.zeros(shape, dtype=bool)
+        self._failed = np.zeros(len(caps), dtype=bool)
         self._position = 0
         if options.sample:
             # A number for each position, so that a draw depends on the sentence's place alone.
@@ -65,23 +67,24 @@ class Paths:
             tokens, log_probs = tokens.cpu().numpy(), log_probs.cpu().numpy()
         else:
             tokens, log_probs = step.best(1, with_log_probs=self._with_scores)
-        tokens = tokens.reshape(num_sentences, width)
-        if log_probs is not None:
-            log_probs = log_probs.reshape(num_sentences, width)
+        tokens, log_probs = (part.reshape(num_sentences, width) for part in (tokens, log_probs))
+        failed = ~np.isfinite(log_probs)
         if forced:
             wanted = np.repeat(self._forced[self._sentences, self._position, None], width, axis=1)
             tokens = np.where(wanted >= 0, wanted, tokens)
-            if log_probs is not None:
+            if self._has_scores:
                 rows_of_wanted = (wanted.ravel() >= 0).nonzero()[0]
                 log_probs[wanted >= 0] = log_probs_of(logits, rows_of_wanted, wanted.ravel()[rows_of_wanted])
         open_before = ~self._finished[self._sentences]
         self._tokens[self._sentences, :, self._position] = tokens
         self._position += 1
-        if log_probs is not None:
+        if self._has_scores:
             self._log_probs[self._sentences] += np.where(open_before, log_probs, 0.0)
         self._lengths[self._sentences] += open_before
         self._finished[self._sentences] |= self._vocabulary.ends[tokens]
+        self._failed[self._sentences] |= (failed & open_before).any(axis=1)
         done = self._finished[self._sentences].all(axis=1) | (self._caps[self._sentences] <= self._position)
+        done |= self._failed[self._sentences]
         if not done.any():
             return Choice(tokens.ravel(), None, rows)
         kept = (~done).nonzero()[0]
@@ -92,11 +95,14 @@ class Paths:
         return Choice(tokens[kept].ravel(), kept, rows.reshape(num_sentences, width)[kept].ravel())
 
     def results(self) -> list[list[Hypothesis]]:
-        """The hypotheses of every sentence, the best first."""
+        """The hypotheses of every sentence, as `search` returns them."""
         scores = self._log_probs / self._options.penalty(self._lengths)
         parts = (self._tokens, self._lengths, self._log_probs, scores, self._finished)
         found = []
-        for tokens, *rest in zip(*(part.tolist() for part in parts), strict=True):
+        for failed, tokens, *rest in zip(self._failed, *(part.tolist() for part in parts), strict=True):
+            if failed:
+                found.append([])
+                continue
             hypotheses = [
                 Hypothesis(tuple(own[:length]), log_prob, score, finished)
                 for own, length, log_prob, score, finished in zip(tokens, *rest, strict=True)

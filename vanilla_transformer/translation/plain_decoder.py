@@ -1,19 +1,21 @@
-"""Step-by-step decoding with the modules of the network, on any device and in any dtype.
+"""Step-by-step decoding by calls of the model itself, on any device and in any dtype.
 
-Shapes: S sentences, T source positions, R rows (hypotheses), B rows of a sentence, L past positions, D d_model,
-H heads, K width of a query or key, V width of a value, W vocabulary entries.
+Whatever acts in a call acts here: hooks, adapters, quantised or replaced layers, offloaded weights, compiled modules.
+
+Shapes: S sentences, T source positions, R rows (hypotheses), D d_model, W vocabulary entries.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
-from vanilla_transformer.modeling_vanilla_transformer import (
-    VanillaTransformerAttention,
-    VanillaTransformerDecoderLayer,
-    VanillaTransformerForConditionalGeneration,
-)
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 
 @dataclass(slots=True)
@@ -21,34 +23,45 @@ class PlainState:
     """What a search on a `PlainDecoder` remembers.
 
     Args:
-        source: For each layer keys [S, H, T, K] and values [S, H, T, V] of the source.
-        source_mask: Added to the scores of the source's positions [S, 1, 1, T]; `None` if there is no padding.
-        past: For each layer keys [R, H, L, K] and values [R, H, L, V] of the tokens so far; empty before the first.
-        num_past: L.
+        encoded: The encoder's output for each row [R, T, D].
+        source_mask: [R, T], 1 for tokens and 0 for padding; `None` if there is no padding.
+        cache: Keys and values of the tokens so far and of the source; `None` before the first token.
+        num_past: Number of tokens so far.
     """
 
-    source: list[tuple[torch.Tensor, torch.Tensor]]
+    encoded: torch.Tensor
     source_mask: torch.Tensor | None
-    past: list[tuple[torch.Tensor, torch.Tensor]]
+    cache: EncoderDecoderCache | None
     num_past: int
 
 
 class PlainDecoder:
-    """An `IncrementalDecoder` out of the modules of a model, which it does not change.
+    """An `IncrementalDecoder` that calls a model, which it does not change.
+
+    The model computes as in `generate`: dropout acts in training mode.
 
     Args:
-        model: The model, in evaluation mode.
+        model: The model.
     """
 
     def __init__(self, model: VanillaTransformerForConditionalGeneration):
         self.vocab_size = model.config.decoder_vocab_size
+        self.device = execution_device(model)
         self._model = model
-        self._decoder = model.get_decoder()
 
     def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> PlainState:
-        """As `IncrementalDecoder.start`."""
-        encoded = self._model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)
-        return self.start_encoded(encoded.last_hidden_state, attention_mask)
+        """As `IncrementalDecoder.start`.
+
+        Raises:
+            UserError: The model is in training mode with gradient checkpointing.
+        """
+        with _ordinary_tensors():
+            # A tensor of inference mode stays one unless it is copied.
+            input_ids, attention_mask = input_ids.clone(), attention_mask.clone()
+            encoded = self._model.get_encoder()(
+                input_ids=input_ids, attention_mask=attention_mask, return_dict=True
+            ).last_hidden_state
+            return self.start_encoded(encoded, attention_mask)
 
     def start_encoded(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> PlainState:
         """Begin with sources that are encoded already.
@@ -59,81 +72,68 @@ class PlainDecoder:
 
         Returns:
             As `IncrementalDecoder.start`.
+
+        Raises:
+            UserError: As `start`.
         """
-        source = []
-        for layer in self._decoder.layers:
-            attention = layer.encoder_attn
-            keys, values = attention.project(hidden_states, attention.k_proj, attention.v_proj)
-            source.append((keys, values))
-        mask = None
-        if attention_mask is not None and not attention_mask.all():
-            mask = torch.zeros_like(attention_mask, dtype=hidden_states.dtype)
-            mask = mask.masked_fill(attention_mask == 0, torch.finfo(mask.dtype).min)[:, None, None]
-        return PlainState(source, mask, past=[], num_past=0)
+        if any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in self._model.modules()
+        ):
+            raise UserError(
+                "The model is in training mode with gradient checkpointing, which keeps no cache to decode with; call "
+                "`model.eval()` before translating."
+            )
+        if attention_mask is not None and attention_mask.all():
+            attention_mask = None
+        return PlainState(hidden_states, attention_mask, cache=None, num_past=0)
 
     def step(self, state: PlainState, tokens: torch.Tensor) -> torch.Tensor:
         """As `IncrementalDecoder.step`."""
-        hidden_states, _, _ = self._decoder.embed(tokens[:, None], None, None, state.num_past)  # [R, 1, D]
-        past = []
-        for index, layer in enumerate(self._decoder.layers):
-            hidden_states, cache = self._layer(layer, hidden_states, state, index)
-            past.append(cache)
-        state.past = past
-        state.num_past += 1
-        if self._decoder.layer_norm is not None:
-            hidden_states = self._decoder.layer_norm(hidden_states)
-        logits = self._model.lm_head(hidden_states[:, 0])  # [R, W]
-        if self._model.final_logits_bias is not None:
-            logits = logits + self._model.final_logits_bias
-        return logits
+        with _ordinary_tensors():
+            output = self._model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=state.encoded),
+                attention_mask=state.source_mask,
+                decoder_input_ids=tokens[:, None].clone(),
+                # A cache of no layers does not know its length.
+                decoder_position_ids=torch.full_like(tokens[:, None], state.num_past),
+                past_key_values=state.cache,
+                use_cache=True,
+                return_dict=True,
+            )
+            state.cache = output.past_key_values
+            state.num_past += 1
+            return output.logits[:, -1].to(self.device)  # [R, W]
 
     def select(self, state: PlainState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
         """As `IncrementalDecoder.select`."""
-        state.past = [(keys.index_select(0, rows), values.index_select(0, rows)) for keys, values in state.past]
-        if sentences is None:
-            return
-        state.source = [
-            (keys.index_select(0, sentences), values.index_select(0, sentences)) for keys, values in state.source
-        ]
-        if state.source_mask is not None:
-            state.source_mask = state.source_mask.index_select(0, sentences)
-
-    def _layer(
-        self, layer: VanillaTransformerDecoderLayer, hidden_states: torch.Tensor, state: PlainState, index: int
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Hidden states [R, 1, D] of the new position behind a layer, and the layer's keys and values with it."""
-        cache: tuple[torch.Tensor, ...] = ()
-
-        def attend(normed: torch.Tensor) -> torch.Tensor:
-            nonlocal cache
-            attention = layer.self_attn
-            queries, *cache = attention.project(normed, attention.q_proj, attention.k_proj, attention.v_proj)
-            if state.past:
-                cache = [torch.cat(parts, dim=2) for parts in zip(state.past[index], cache, strict=True)]
-            return _attend(attention, queries, *cache)
-
-        def attend_to_source(normed: torch.Tensor) -> torch.Tensor:
-            attention = layer.encoder_attn
-            # A sentence's rows are queries of the same keys, like positions of one text.
-            by_sentence = normed.view(state.source[index][0].shape[0], -1, normed.shape[-1])  # [S, B, D]
-            (queries,) = attention.project(by_sentence, attention.q_proj)
-            return _attend(attention, queries, *state.source[index], state.source_mask).view(normed.shape)
-
-        hidden_states = layer.sublayer(hidden_states, layer.self_attn_layer_norm, attend)
-        hidden_states = layer.sublayer(hidden_states, layer.encoder_attn_layer_norm, attend_to_source)
-        hidden_states = layer.sublayer(hidden_states, layer.final_layer_norm, layer.feed_forward)
-        return hidden_states, tuple(cache)
+        with _ordinary_tensors():
+            rows = rows.to(state.encoded.device).clone()
+            state.cache.self_attention_cache.reorder_cache(rows)
+            # All rows of a sentence have the same source.
+            if sentences is None and len(rows) == len(state.encoded):
+                return
+            state.cache.cross_attention_cache.reorder_cache(rows)
+            state.encoded = state.encoded.index_select(0, rows)
+            if state.source_mask is not None:
+                state.source_mask = state.source_mask.index_select(0, rows)
 
 
-def _attend(
-    attention: VanillaTransformerAttention,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Output [N, Q, D] of attention from queries [N, H, Q, K] to keys and values."""
-    heads = nn.functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, scale=attention.scaling
-    )  # [N, H, Q, V]
-    return attention.out_proj(heads.transpose(1, 2).flatten(2))
+def execution_device(model: nn.Module) -> torch.device:
+    """Where a model takes ids: its own device, or the one that Accelerate's hooks compute its first layer on.
+
+    Args:
+        model: A model.
+    """
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in (hook, *getattr(hook, "hooks", ())):
+            if (device := getattr(part, "execution_device", None)) is not None:
+                return torch.device(device)
+    return model.device
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """No gradients, and no inference mode: weights that a hook loads or a layer rounds in a call outlast the call."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -54,7 +54,7 @@ def search(
 
     Args:
         decoder: Scores tokens.
-        input_ids: Source ids [S, T], padded on the right, on the decoder's device.
+        input_ids: Source ids [S, T], padded on either side, on the decoder's device.
         attention_mask: [S, T], 1 for tokens and 0 for padding.
         special_tokens: Start and ends of translations.
         options: The kind of search.
@@ -63,7 +63,9 @@ def search(
         with_scores: Whether greedy search computes scores, which takes it a softmax; other searches need them.
 
     Returns:
-        For each sentence at most `options.num_hypotheses` translations, the best first.
+        For each sentence at most `options.num_hypotheses` translations, ordered by score; but beam search by the
+        paper's rules puts all that were cut off behind the finished ones, as the authors' code prefers these. There
+        are none if a logit was not finite or no token was permitted.
 
     Raises:
         UserError: A prefix is longer than translations may be, or holds a banned token.

@@ -32,8 +32,9 @@ class IncrementalDecoder(Protocol[State]):
         """Encode sources; each sentence has one row, which holds no token yet.
 
         Args:
-            input_ids: Source ids [S, T], padded on the right.
-            attention_mask: [S, T], 1 for tokens and 0 for padding.
+            input_ids: Source ids [S, T], padded on either side.
+            attention_mask: [S, T], 1 for tokens and 0 for padding; a token's position is the number of tokens before
+                it.
 
         Returns:
             The state of the search's rows.
@@ -72,7 +73,7 @@ class ChoosingDecoder(IncrementalDecoder[State], Protocol[State]):
 
     def step_best(
         self, state: State, tokens: np.ndarray, count: int, forbidden: np.ndarray, *, with_log_probs: bool = True
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Append a token to each row, and find the likeliest tokens that follow.
 
         Args:
@@ -80,10 +81,12 @@ class ChoosingDecoder(IncrementalDecoder[State], Protocol[State]):
             tokens: Ids [R].
             count: How many are wanted, at most V.
             forbidden: Ids that get no probability.
-            with_log_probs: Whether log-probabilities are wanted.
+            with_log_probs: Whether log-probabilities are wanted, and not logits.
 
         Returns:
-            Ids [R, count], the likeliest first, and their log-probabilities [R, count], or `None`.
+            Ids [R, count], the likeliest first and of equally likely ones the lowest, and their log-probabilities or
+            logits [R, count]. The first of a row is not finite if any permitted logit is NaN or infinite, or none is
+            permitted.
         """
         ...
 
@@ -124,10 +127,9 @@ class Step:
             self._logits = self._vocabulary.permit(logits, self._position)
         return self._logits
 
-    def best(self, count: int, *, with_log_probs: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
-        """The likeliest tokens that follow; by `step_best` if the decoder has it and logits were not asked for."""
+    def best(self, count: int, *, with_log_probs: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """As `ChoosingDecoder.step_best`, which is called if the decoder has it and logits were not asked for."""
         if self._logits is None and hasattr(self._decoder, "step_best"):
             forbidden = self._vocabulary.forbidden(self._position)
             return self._decoder.step_best(self._state, self._tokens, count, forbidden, with_log_probs=with_log_probs)
-        ids, log_probs = best_tokens(self.logits(), count, with_log_probs=with_log_probs)
-        return ids.cpu().numpy(), None if log_probs is None else log_probs.cpu().numpy()
+        return best_tokens(self.logits(), count, with_log_probs=with_log_probs)

@@ -22,8 +22,9 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.loading import check_tokenizer_fits, load_model, load_tokenizer
 
 from .arguments import LongTexts, Quantization, check_at_least, check_characters, check_model_id, check_search
-from .backends import SearchBackend, make_backend, options_for
+from .backends import make_backend, options_for
 from .hypotheses import Hypothesis
+from .plain_models import unwrapped
 from .segmentation import split_to_fit
 from .workers import map_side_by_side
 
@@ -57,8 +58,14 @@ class Translator:
 
     Models of other classes than `VanillaTransformerForConditionalGeneration` translate with their own `generate`.
 
+    Fast decoders read the model's weights where that gives what the model itself would compute. A model with adapters,
+    hooks, quantised or replaced layers, offloaded weights or active dropout is called as it is, by the same search; a
+    warning in the log says why. Each call takes in changes of the model since the last one: other adapters, other
+    layers, edited weights. It cannot notice edits past torch, through `.data` or NumPy, of a few rows of a matrix.
+
     Args:
-        model: A translation model; used as it is, on its device and in its dtype.
+        model: A translation model, which may be in the wrapper of `torch.compile` or of PEFT; used as it is, on its
+            device, in its dtype and in its mode.
         tokenizer: Its tokenizer.
         tokens_per_batch: Largest padded number of source tokens of a batch, beams not counted; sources below 16 tokens
             count as 16.
@@ -70,7 +77,7 @@ class Translator:
         target_language: Language whose tag sources begin with; `None` leaves it to the tokenizer.
         quantization: How weights are rounded; `None` for not at all.
         workers: Number of batches that are translated at once, each on one core; `None` is one on a GPU, and on CPUs
-            as many as torch has threads. Models of other classes translate one batch at a time.
+            as many as torch has threads. Where the model itself is called, it is one.
         **search: Fields of `SearchOptions`. Those that are left out, or `None`, come from the model's generation
             configuration, and else are the paper's.
 
@@ -97,27 +104,33 @@ class Translator:
         workers: int | None = None,
         **search: Any,
     ):
-        if not isinstance(model, GenerationMixin):
-            raise UserError(f"{type(model).__name__} does not generate text; load a model for translation.")
+        inner = unwrapped(model)
+        if not isinstance(inner, GenerationMixin):
+            remedy = "give the model inside it" if hasattr(inner, "module") else "load a model for translation"
+            raise UserError(f"{type(inner).__name__} does not generate text; {remedy}.")
         check_search(search, tokens_per_batch=tokens_per_batch, max_source_tokens=max_source_tokens)
         check_at_least("window", window, 1)
         check_side_by_side("workers", workers)
         self.model = model
         self.tokenizer = _speaking(tokenizer, target_language)
-        self.options = options_for(model, search)
+        self.options = options_for(inner, search)
         self.tokens_per_batch = tokens_per_batch
         self.window = window
         self.long_texts = long_texts
         self.quantization = quantization
         self._backend = make_backend(model, tokenizer.pad_token_id, self.options, quantization=quantization)
-        if not isinstance(self._backend, SearchBackend):
-            # Nobody promises that `generate` can be called from several threads.
-            workers = 1
-        self.workers = workers or (torch.get_num_threads() if model.device.type == "cpu" else 1)
-        learned = getattr(model.config, "position_embedding_type", None) == "learned"
-        self._max_positions: int | None = model.config.max_position_embeddings if learned else None
+        self._workers = workers
+        learned = getattr(inner.config, "position_embedding_type", None) == "learned"
+        self._max_positions: int | None = inner.config.max_position_embeddings if learned else None
         bounds = [max_source_tokens or tokenizer.model_max_length, self._max_positions or _NO_LENGTH]
         self.max_source_tokens: int | None = min(bounds) if min(bounds) < _NO_LENGTH else None
+
+    @property
+    def workers(self) -> int:
+        """Number of batches that are translated at once."""
+        if not self._backend.takes_threads:
+            return 1
+        return self._workers or (torch.get_num_threads() if self.model.device.type == "cpu" else 1)
 
     @classmethod
     def from_pretrained(
@@ -283,6 +296,7 @@ class Translator:
             check_characters(text, f"Text {number:,}")
         for number, prefix in enumerate(prefixes or (), start=start + 1):
             check_characters(prefix, f"Prefix {number:,}")
+        self._backend.renew()
         parts = self._parts([text.strip() for text in texts], start)
         owners = [index for index, own in enumerate(parts) for _ in own]
         found: list[list[Hypothesis]] = [[] for _ in owners]

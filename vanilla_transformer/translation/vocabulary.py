@@ -41,9 +41,7 @@ class Vocabulary:
         return logits.index_fill_(1, torch.from_numpy(forbidden).to(self._device), -torch.inf)
 
 
-def best_tokens(
-    logits: torch.Tensor, count: int, *, with_log_probs: bool = True
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def best_tokens(logits: torch.Tensor, count: int, *, with_log_probs: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """The most probable next tokens of each row.
 
     Args:
@@ -52,14 +50,48 @@ def best_tokens(
         with_log_probs: Whether their log-probabilities are computed.
 
     Returns:
-        Ids [R, count], the most probable first, and log-probabilities [R, count] in float32 or wider, or `None`.
+        Ids [R, count], the most probable first and of equally probable ones the lowest, and log-probabilities or
+        logits [R, count] in float32 or wider. The first of a row is NaN if any of its logits is.
     """
-    # The order of logits is that of probabilities, so that only the sum is needed of the softmax.
-    values, ids = logits.max(dim=-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1)
-    if not with_log_probs:
-        return ids, None
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return ids, values.to(wide) - logits.to(wide).logsumexp(dim=-1, keepdim=True)
+    # The order of logits is that of probabilities, so that only the sum is needed of the softmax.
+    if count == 1:
+        # Of equal ones this finds the first.
+        values, ids = logits.max(dim=-1, keepdim=True)
+        values, ids = values.to(wide), ids.cpu().numpy()
+    else:
+        values, ids = _largest(logits, count)
+        values = values.to(wide)
+    if with_log_probs:
+        values = values - logits.to(wide).logsumexp(dim=-1, keepdim=True)
+    return ids, values.cpu().numpy()
+
+
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, np.ndarray]:
+    """The largest logits of each row [R, count] and their ids, the lowest first where they are equal.
+
+    `topk` puts equal ones in any order, and takes any of those that are equal to the last.
+    """
+    # One more shows whether others are equal to the last.
+    values, ids = logits.topk(min(count + 1, logits.shape[-1]), dim=-1)
+    known, numbers = values.to(torch.float64).cpu().numpy(), ids.cpu().numpy()
+    equal = known[:, 1:] == known[:, :-1]
+    rows = equal[:, count - 1 :].any(axis=1).nonzero()[0]
+    values, known, numbers = values[:, :count], known[:, :count], numbers[:, :count]
+    if len(rows):
+        lowest = _lowest_equal(logits, torch.from_numpy(rows).to(logits.device), values[:, -1:], count)
+        places = np.arange(count) - (known[rows] > known[rows, -1:]).sum(axis=1, keepdims=True)
+        lowest = np.take_along_axis(lowest, places.clip(min=0), axis=1)
+        numbers[rows] = np.where(places < 0, numbers[rows], lowest)
+    if equal.any():
+        numbers = np.take_along_axis(numbers, np.lexsort((numbers, -known), axis=1), axis=1)
+    return values, numbers
+
+
+def _lowest_equal(logits: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor, count: int) -> np.ndarray:
+    """The lowest ids [N, count] in rows [N] whose logits are equal to the one that is wanted of each row [R, 1]."""
+    ranks = torch.arange(logits.shape[-1], 0, -1, device=logits.device, dtype=torch.int32)
+    return torch.where(logits[rows] == wanted[rows], ranks, 0).topk(count, dim=-1).indices.cpu().numpy()
 
 
 def log_probs_of(logits: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
