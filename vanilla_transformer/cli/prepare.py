@@ -1,7 +1,7 @@
 """`prepare`: train the vocabulary and encode the text of a training run, without training."""
 
 from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.output_folder import check_writable
+from vanilla_transformer.training.output_folder import check_decodable, check_writable
 from vanilla_transformer.training.texts import check_texts
 
 
@@ -13,6 +13,7 @@ def run(options: TrainingOptions) -> int:
     options.check()
     check_texts(options)
     cache_dir = options.cache_dir or options.output_dir / "cache"
+    check_decodable(cache_dir)
     check_writable(cache_dir)
     from .session import start
 

@@ -8,7 +8,12 @@ from pathlib import Path
 from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.configuration import LARGEST_VOCABULARY, check_range, option
-from vanilla_transformer.training.output_folder import TOKENIZER_FILES, check_new_files, check_writable
+from vanilla_transformer.training.output_folder import (
+    TOKENIZER_FILES,
+    check_decodable,
+    check_new_files,
+    check_writable,
+)
 
 
 @dataclass(kw_only=True)
@@ -33,6 +38,7 @@ def run(options: TokenizerOptions) -> int:
     for path in options.files:
         _check_file(path)
     check_new_files(options.output_dir, (*TOKENIZER_FILES, "model.safetensors"))
+    check_decodable(options.output_dir)
     check_writable(options.output_dir)
     from .session import start
 

@@ -39,8 +39,10 @@ def check_output_dir(options: TrainingOptions, more: Sequence[str] = ()) -> None
     if not options.resume:
         is_ours = "fingerprints" in read_run_record(folder)
         check_new_files(folder, (*MODEL_FILES, *more, *(() if is_ours else _RECORDS)))
+    check_decodable(folder)
     check_writable(folder)
     if options.cache_dir is not None:
+        check_decodable(options.cache_dir)
         check_writable(options.cache_dir, "the encoded text")
 
 
@@ -79,13 +81,8 @@ def check_writable(folder: Path, purpose: str = "the output") -> None:
         purpose: What it is for, in the sentence that refuses a file.
 
     Raises:
-        UserError: The path is a file or not UTF-8, or nothing can be written there.
+        UserError: The path is a file, or nothing can be written there.
     """
-    try:
-        # Arrow, and libraries in Rust, open no other paths.
-        str(folder.absolute()).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"The path {folder} is not UTF-8; rename the folder, or name another one.") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-probe-{os.getpid()}"
@@ -99,3 +96,18 @@ def check_writable(folder: Path, purpose: str = "the output") -> None:
         raise UserError(
             f"{folder} cannot be written ({error.strerror}); choose another folder or correct its permissions."
         ) from error
+
+
+def check_decodable(folder: Path) -> None:
+    """Refuse a path that is not UTF-8, which Arrow and the tokenizers' Rust library cannot open.
+
+    Args:
+        folder: Folder, which need not exist.
+
+    Raises:
+        UserError: Its absolute path is not UTF-8.
+    """
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The path {folder} is not UTF-8; rename the folder, or name another one.") from error

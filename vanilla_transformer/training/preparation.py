@@ -28,7 +28,7 @@ from vanilla_transformer.tokenization_vanilla_transformer import SMALLEST_VOCABU
 from .configuration import TrainingOptions
 from .memory import return_freed_memory
 from .model_size import check_size
-from .output_folder import check_writable
+from .output_folder import check_decodable, check_writable
 from .texts import open_texts
 from .warm_start import check_vocabulary, starting_configuration, starting_folder
 
@@ -56,6 +56,7 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
     Raises:
         UserError: The text, the vocabulary's size, the hyper-parameters or the folder is not usable.
     """
+    check_decodable(cache_dir)
     check_writable(cache_dir, "the encoded text")
     train_text, valid_text = open_texts(options)
     start = starting_folder(options)
