@@ -1,8 +1,8 @@
 """`prepare`: train the vocabulary and encode the text of a training run, without training."""
 
-from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.output_folder import check_writable
-from vanilla_transformer.training.texts import check_texts
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.preparation.output_folder import check_writable
+from vanilla_transformer.training.preparation.texts import check_texts
 
 
 OPTIONS = TrainingOptions
@@ -17,7 +17,7 @@ def run(options: TrainingOptions) -> int:
     from .session import start
 
     start()
-    from vanilla_transformer.training.preparation import prepare
+    from vanilla_transformer.training.preparation.vocabulary_and_ids import prepare
 
     data = prepare(options, cache_dir, show_progress=True)
     for name, corpus in (("training", data.train), ("validation", data.valid)):
