@@ -1,5 +1,6 @@
 import ast
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,26 @@ PACKAGE = Path(vanilla_transformer.__file__).parent
 NAME = PACKAGE.name
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 HUB_FILES = sorted(name for name in MODULES if name.endswith("_vanilla_transformer.py"))
+
+
+def import_graph():
+    """The script that prints the rooms, as a module."""
+    path = PACKAGE.parent / "scripts" / "import_graph.py"
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    # Dataclasses look for their module there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+IMPORT_GRAPH = import_graph()
+ROOMS = [*IMPORT_GRAPH.rooms(PACKAGE)]
+# The rooms of training, lowest first: each may import those before it.
+TRAINING = ("options", "records", "cpu", "step", "preparation", "watching")
+# A folder with more entries is asking to be two. A verb is one file, and the package's own folder has the Hub files.
+MOST_ENTRIES = 12
+MORE_ENTRIES = {"": 21, "cli": 16}
 
 
 def imports_of(path: Path, module: str) -> set[tuple[int, str]]:
@@ -50,7 +71,7 @@ def test_the_analysis_sees_imports_wherever_they_stand(tmp_path):
         "from ..data.batching import TokenBatches\n"
         "from .. import evaluation\n"
         "from . import journal\n"
-        "def f():\n    from vanilla_transformer.translation.search import search\n"
+        "def f():\n    from vanilla_transformer.translation.search.search import search\n"
     )
     assert rooms_of(path, "training/engine.py") == {"cli", "data", "evaluation", "training", "translation"}
     path.write_text("from . import errors\nfrom .presets import PAPER\n")
@@ -134,7 +155,7 @@ def test_publishing_reads_records_and_knows_nothing_of_the_loop():
         imported = {name for _, name in imports_of(MODULES[module], module)}
         from_training = {name for name in imported if name.startswith(f"{NAME}.training")}
         # A run's options, its record, and what keeps a checkpoint from being deleted while it is read.
-        read = tuple(f"{NAME}.training.{name}" for name in ("configuration", "journal", "leases"))
+        read = tuple(f"{NAME}.training.{name}" for name in ("options", "records.journal", "records.leases"))
         assert all(name.startswith(read) for name in from_training), module
     for module in modules_below("training", "translation", "data"):
         assert "publishing" not in rooms_of(MODULES[module], module), module
@@ -152,3 +173,39 @@ def test_scripts_only_call_the_command_line():
 @pytest.mark.parametrize("name", ["utils", "helpers", "misc", "common"])
 def test_every_file_is_named_after_what_it_holds(name):
     assert not [module for module in MODULES if Path(module).stem == name or name in Path(module).parts]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.path or NAME)
+def test_no_room_has_a_circle(room):
+    assert sum(map(len, room.floors())) == len(room.arrows)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.path or NAME)
+def test_every_room_can_be_overlooked(room):
+    assert len(room.arrows) <= MORE_ENTRIES.get(room.path, MOST_ENTRIES)
+
+
+def test_a_circle_is_seen(tmp_path):
+    package = tmp_path / "package"
+    (package / "inner").mkdir(parents=True)
+    (package / "inner" / "a.py").write_text("from . import b\n")
+    (package / "inner" / "b.py").write_text("def f():\n    from package.inner.a import f\n")
+    (package / "c.py").write_text("from package.inner import a\n")
+    outer, inner = IMPORT_GRAPH.rooms(package)
+    assert outer.floors() == [["inner"], ["c"]]
+    with pytest.raises(ValueError, match="inner: imports go round among a, b"):
+        inner.floors()
+
+
+def test_rooms_of_training_import_those_below():
+    training = next(room for room in ROOMS if room.path == "training")
+    for number, name in enumerate(TRAINING):
+        assert training.arrows[name] <= {*TRAINING[:number]}, name
+
+
+def test_the_engine_for_cpus_decides_nothing():
+    modules = modules_below("native")
+    assert len(modules) > 1
+    for module in modules:
+        allowed = {"configuration_vanilla_transformer", "modeling_vanilla_transformer", "errors", "files", "native"}
+        assert rooms_of(MODULES[module], module) <= allowed, module

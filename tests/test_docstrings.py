@@ -9,7 +9,7 @@ MODULES = (
     "tokenization_vanilla_transformer",
     "pipeline_vanilla_transformer",
     "evaluation",
-    "translation.generation",
+    "translation.custom_generate",
     "translation.translator",
 )
 

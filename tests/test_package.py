@@ -90,7 +90,7 @@ import json
 import vanilla_transformer
 from vanilla_transformer.cli.options import read_recipe, recipes
 from vanilla_transformer.quickstart.first_run import sample_files
-from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.options import TrainingOptions
 for name in recipes():
     TrainingOptions(**read_recipe(name, TrainingOptions))
 sample = [path for split in ("train", "valid", "test") for path in sample_files(split)]

@@ -3,7 +3,7 @@ import torch
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
 from vanilla_transformer.presets import PAPER, PROVENANCE, SIZES, SMALL, TRAINING_PAPER
-from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.options import TrainingOptions
 
 
 def millions(**settings) -> float:

@@ -11,7 +11,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
-    "TokenBatchSeq2SeqTrainer": "training.trainer",
+    "TokenBatchSeq2SeqTrainer": "training.seq2seq_trainer",
     "TranslationPipeline": "pipeline_vanilla_transformer",
     "Translator": "translation.translator",
     "VanillaTransformerConfig": "configuration_vanilla_transformer",
@@ -25,7 +25,7 @@ _HOMES = {
     "VanillaTransformerModel": "modeling_vanilla_transformer",
     "VanillaTransformerPreTrainedModel": "modeling_vanilla_transformer",
     "VanillaTransformerTokenizer": "tokenization_vanilla_transformer",
-    "paper_beam_search": "translation.generation",
+    "paper_beam_search": "translation.custom_generate",
 }
 
 __all__ = [*_HOMES]

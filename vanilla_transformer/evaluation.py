@@ -8,8 +8,9 @@ import datasets
 import evaluate
 from sacrebleu.metrics import BLEU, CHRF
 
+from vanilla_transformer.translation.translator import Translator
+
 from .errors import UserError
-from .translation.translator import Translator
 
 
 # How sacreBLEU splits a text into words. `none` is for text that was tokenised before.

@@ -343,3 +343,16 @@ def _is_finite(value: object) -> bool:
 
 def _others(number: int) -> str:
     return " is" if number == 1 else f" and {number - 1:,} more are"
+
+
+def architecture_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """A model's configuration without what transformers notes about files.
+
+    Args:
+        config: Configuration of a model.
+
+    Returns:
+        Values by name.
+    """
+    notes = ("transformers_version", "architectures", "dtype", "_name_or_path")
+    return {name: value for name, value in config.to_dict().items() if name not in notes}

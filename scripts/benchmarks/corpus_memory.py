@@ -121,7 +121,7 @@ def send(connection, target: Callable, arguments: tuple) -> None:
 
 
 def train_vocabulary(folder: Path, arguments: argparse.Namespace) -> dict:
-    from vanilla_transformer.training.preparation import train_vocabulary
+    from vanilla_transformer.training.preparation.vocabulary_and_ids import train_vocabulary
 
     phases = {}
     with Peak(phases, "vocabulary"):
@@ -131,7 +131,7 @@ def train_vocabulary(folder: Path, arguments: argparse.Namespace) -> dict:
 
 def encode_and_plan(folder: Path, arguments: argparse.Namespace) -> dict:
     from vanilla_transformer.data.epochs import EpochPlan
-    from vanilla_transformer.training.preparation import prepare
+    from vanilla_transformer.training.preparation.vocabulary_and_ids import prepare
 
     _, options = options_for(folder, arguments)
     phases = {}
@@ -157,8 +157,8 @@ def encode_and_plan(folder: Path, arguments: argparse.Namespace) -> dict:
 
 
 def options_for(folder: Path, arguments: argparse.Namespace):
-    from vanilla_transformer.training.configuration import TrainingOptions
-    from vanilla_transformer.training.texts import check_texts
+    from vanilla_transformer.training.options import TrainingOptions
+    from vanilla_transformer.training.preparation.texts import check_texts
 
     options = TrainingOptions(
         train_files=(folder / "train.source", folder / "train.target"),

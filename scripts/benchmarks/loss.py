@@ -26,8 +26,8 @@ import torch
 from measuring import current_memory, peak_memory, synchronize
 from torch.nn import functional as F
 
-from vanilla_transformer.training.loss import smoothed_cross_entropy
-from vanilla_transformer.training.memory import keep_freed_memory
+from vanilla_transformer.training.cpu.memory import keep_freed_memory
+from vanilla_transformer.training.step.loss import smoothed_cross_entropy
 
 
 LABEL_SMOOTHING = 0.1

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vanilla_transformer import VanillaTransformerConfig
-from vanilla_transformer.training.utilization import ModelFlops, measure_matrix_rate
+from vanilla_transformer.training.watching.utilization import ModelFlops, measure_matrix_rate
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,10 +14,10 @@ from variants import marian
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.collation import pad
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
-from vanilla_transformer.translation.arguments import SearchOptions
-from vanilla_transformer.translation.choice import make_decoder
-from vanilla_transformer.translation.decoder import PackedDecoder
-from vanilla_transformer.translation.search import SpecialTokens, search
+from vanilla_transformer.translation.decoders.choice import make_decoder
+from vanilla_transformer.translation.decoders.torch_packed import PackedDecoder
+from vanilla_transformer.translation.options import SearchOptions
+from vanilla_transformer.translation.search.search import SpecialTokens, search
 
 
 # Target tokens beyond the source's length (§6.1).

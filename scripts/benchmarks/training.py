@@ -26,8 +26,8 @@ from variants import VARIANTS
 from worker import Setting, Worker
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.memory import prefer_huge_pages
-from vanilla_transformer.training.texts import check_texts
+from vanilla_transformer.training.cpu.memory import prefer_huge_pages
+from vanilla_transformer.training.preparation.texts import check_texts
 
 
 SAMPLE = Path(__file__).parents[2] / "vanilla_transformer" / "quickstart" / "sample"

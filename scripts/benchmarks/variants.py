@@ -27,10 +27,10 @@ from transformers import (
 from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.data.collation import collate
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun
-from vanilla_transformer.training.preparation import PreparedData, model_configuration
-from vanilla_transformer.training.process import make_accelerator
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.preparation.vocabulary_and_ids import PreparedData, model_configuration
+from vanilla_transformer.training.step.process import make_accelerator
 
 
 LABEL_SMOOTHING = 0.1

@@ -14,9 +14,9 @@ from transformers.utils import logging
 from variants import LABEL_SMOOTHING, VARIANTS, Task, own_accelerate
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.memory import keep_freed_memory
-from vanilla_transformer.training.preparation import prepare
+from vanilla_transformer.training.cpu.memory import keep_freed_memory
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.preparation.vocabulary_and_ids import prepare
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

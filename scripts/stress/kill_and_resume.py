@@ -29,8 +29,8 @@ from observed_training import train_observed
 from tqdm import tqdm
 
 from vanilla_transformer import VanillaTransformerTokenizer
-from vanilla_transformer.training.checkpoints import checkpoint_name, list_checkpoints, update_of
-from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.records.checkpoints import checkpoint_name, list_checkpoints, update_of
+from vanilla_transformer.training.records.journal import read_journal
 
 
 # Forks processes that have imported everything: most of what a start takes is importing torch.

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from vanilla_transformer.cli import main
 from vanilla_transformer.training.engine import TrainingRun
-from vanilla_transformer.training.loss import SmoothedTranslationLoss
-from vanilla_transformer.training.validation import Validation
+from vanilla_transformer.training.step.loss import SmoothedTranslationLoss
+from vanilla_transformer.training.watching.validation import Validation
 
 
 class Notes:

@@ -1,4 +1,4 @@
-from vanilla_transformer.training.checkpoints import list_checkpoints
+from vanilla_transformer.training.records.checkpoints import list_checkpoints
 
 
 def test_averaging_more_checkpoints_than_there_are(refused, run_folder, tmp_path):

@@ -189,7 +189,7 @@ def test_a_folder_that_may_not_be_read(refused, verbs, tmp_path, sound, ordinary
 @pytest.mark.parametrize("what", ["config", "weights"])
 def test_a_checkpoint_whose_manifest_was_written_anew(refused, run_folder, corpus, small, tmp_path, what):
     """Digests say that nothing changed since; whether weights and configuration fit, they do not."""
-    from vanilla_transformer.training.checkpoints import _describe, list_checkpoints
+    from vanilla_transformer.training.records.checkpoints import _describe, list_checkpoints
 
     run = Path(shutil.copytree(run_folder, tmp_path / "run"))
     for checkpoint in list_checkpoints(run / "checkpoints"):

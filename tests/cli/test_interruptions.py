@@ -5,8 +5,8 @@ import subprocess
 import time
 
 from vanilla_transformer.data import encoding
-from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints, update_of
-from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.records.checkpoints import fault_of, list_checkpoints, update_of
+from vanilla_transformer.training.records.journal import read_journal
 
 
 def test_ctrl_c_while_text_is_encoded(call, train, tmp_path, monkeypatch):

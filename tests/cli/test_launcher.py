@@ -13,8 +13,8 @@ import pytest
 
 from vanilla_transformer.cli import launcher
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints
-from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.records.checkpoints import fault_of, list_checkpoints
+from vanilla_transformer.training.records.journal import read_journal
 
 
 # Programs import the launcher by its path, and the package as an empty one: all of it takes longer than the tests.

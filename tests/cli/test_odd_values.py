@@ -9,8 +9,8 @@ from vanilla_transformer.cli import average, evaluate, tokenizer, train, transla
 from vanilla_transformer.cli.options import parse
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import LARGEST_VOCABULARY
-from vanilla_transformer.training import configuration
-from vanilla_transformer.translation.arguments import SearchOptions, check_search
+from vanilla_transformer.training import options as configuration
+from vanilla_transformer.translation.options import SearchOptions, check_search
 
 
 WHOLE = ("0", "-1", "2147483647", "99999999999", "1" + "0" * 30, "9" * 5000, "1e30", "nan", "", "1.5")

@@ -9,7 +9,7 @@ import yaml
 from vanilla_transformer.cli.options import parse, read_recipe, recipes
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import TRAINING_PAPER
-from vanilla_transformer.training.configuration import TrainingOptions, option
+from vanilla_transformer.training.options import TrainingOptions, option
 
 
 @dataclass(kw_only=True)

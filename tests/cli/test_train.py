@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from vanilla_transformer.training.checkpoints import list_checkpoints
+from vanilla_transformer.training.records.checkpoints import list_checkpoints
 
 
 # Text

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 from users import ONE_PROCESS, SHORT
 
-from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints, update_of
-from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.records.checkpoints import fault_of, list_checkpoints, update_of
+from vanilla_transformer.training.records.journal import read_journal
 
 
 pty = pytest.importorskip("pty")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.records.journal import read_journal
 
 
 ROOT = Path(__file__).parents[2]

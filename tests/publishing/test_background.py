@@ -18,7 +18,7 @@ from vanilla_transformer.publishing import upload
 from vanilla_transformer.publishing.background import BackgroundPush
 from vanilla_transformer.publishing.upload import Destination, Hub, UploadError
 from vanilla_transformer.training import engine
-from vanilla_transformer.training.checkpoints import rotate
+from vanilla_transformer.training.records.checkpoints import rotate
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_what_cannot_be_published_is_refused_before_the_run(online, server, trai
 
 
 def test_only_the_main_process_publishes(online, monkeypatch, tmp_path):
-    from vanilla_transformer.training.configuration import TrainingOptions
+    from vanilla_transformer.training.options import TrainingOptions
 
     options = TrainingOptions(push_to_hub="user/en-de", output_dir=tmp_path)
     monkeypatch.setenv("RANK", "1")

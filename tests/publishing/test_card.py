@@ -19,8 +19,8 @@ from vanilla_transformer.publishing.bundle import make_bundle
 from vanilla_transformer.publishing.card import card_files, render
 from vanilla_transformer.publishing.curve import draw
 from vanilla_transformer.publishing.facts import Curve, Facts, TestScore, TrainingText, merged, read_facts
-from vanilla_transformer.training.journal import read_journal
-from vanilla_transformer.training.run_folder import note_result
+from vanilla_transformer.training.records.journal import read_journal
+from vanilla_transformer.training.run_record import note_result
 
 
 SCORE = TestScore(

@@ -11,7 +11,7 @@ from publishing_material import TOKEN
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.publishing import upload
 from vanilla_transformer.publishing.upload import Hub
-from vanilla_transformer.training.checkpoints import rotate
+from vanilla_transformer.training.records.checkpoints import rotate
 
 
 PATIENCE = upload.ATTEMPTS

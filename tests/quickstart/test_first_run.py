@@ -14,7 +14,7 @@ from vanilla_transformer.cli.options import read_recipe
 from vanilla_transformer.evaluation import score
 from vanilla_transformer.quickstart.first_run import SAMPLE, first_run, sample_files
 from vanilla_transformer.training import engine
-from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.options import TrainingOptions
 
 
 README = Path(__file__).parents[2] / "README.md"

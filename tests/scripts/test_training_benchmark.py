@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.kernels import why_no_kernels
-from vanilla_transformer.training.loss import SmoothedTranslationLoss
-from vanilla_transformer.training.preparation import prepare
-from vanilla_transformer.training.utilization import ModelFlops
+from vanilla_transformer.native.training_kernels import why_no_kernels
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.preparation.vocabulary_and_ids import prepare
+from vanilla_transformer.training.step.loss import SmoothedTranslationLoss
+from vanilla_transformer.training.watching.utilization import ModelFlops
 
 
 BENCHMARKS = Path(__file__).parents[2] / "scripts" / "benchmarks"

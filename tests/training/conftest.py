@@ -9,7 +9,7 @@ from runs import D_MODEL, MAX_UPDATES, WARMUP_STEPS, train_anew
 from vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.data.corpora import ParallelText
 from vanilla_transformer.data.encoding import iterate_texts
-from vanilla_transformer.training.configuration import TrainingOptions
+from vanilla_transformer.training.options import TrainingOptions
 
 
 SENTENCES = tuple(Path(__file__).parents[1] / "data" / f"sentences.{language}" for language in ("en", "de"))

@@ -10,8 +10,8 @@ from runs import make_run
 from safetensors.torch import save_file
 
 from vanilla_transformer.data.batching import Update
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun
+from vanilla_transformer.training.options import TrainingOptions
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from unittest import mock
 
 from accelerate.state import AcceleratorState
 
-from vanilla_transformer.training.checkpoints import list_checkpoints
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun, train
-from vanilla_transformer.training.journal import read_journal
-from vanilla_transformer.training.preparation import prepare
-from vanilla_transformer.training.process import make_accelerator
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.preparation.vocabulary_and_ids import prepare
+from vanilla_transformer.training.records.checkpoints import list_checkpoints
+from vanilla_transformer.training.records.journal import read_journal
+from vanilla_transformer.training.step.process import make_accelerator
 
 
 D_MODEL, WARMUP_STEPS = 16, 5

@@ -9,7 +9,7 @@ import pytest
 from runs import assert_same_run, train_anew
 from safetensors import safe_open
 
-from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints, newest_sound, update_of
+from vanilla_transformer.training.records.checkpoints import fault_of, list_checkpoints, newest_sound, update_of
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.cli.options import parse
-from vanilla_transformer.training.checkpoints import checkpoint_name, fault_of, list_checkpoints, update_of
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun, train
-from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.records.checkpoints import checkpoint_name, fault_of, list_checkpoints, update_of
+from vanilla_transformer.training.records.journal import read_journal
 
 
 TESTS = Path(__file__).parents[1]

@@ -29,10 +29,10 @@ from vanilla_transformer import VanillaTransformerForConditionalGeneration, Vani
 from vanilla_transformer.cli import train as verb
 from vanilla_transformer.data.batching import RandomBatches, TokenBatches, Update
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.checkpoints import list_checkpoints, update_of
 from vanilla_transformer.training.engine import TrainingRun, train
-from vanilla_transformer.training.loss import SmoothedTranslationLoss
-from vanilla_transformer.training.preparation import model_configuration, prepare
+from vanilla_transformer.training.preparation.vocabulary_and_ids import model_configuration, prepare
+from vanilla_transformer.training.records.checkpoints import list_checkpoints, update_of
+from vanilla_transformer.training.step.loss import SmoothedTranslationLoss
 
 
 def gradients_of(run: TrainingRun, update: Update, number: int = 1) -> dict[str, torch.Tensor]:

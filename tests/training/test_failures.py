@@ -11,12 +11,13 @@ from runs import D_MODEL, MAX_UPDATES, assert_same_run, make_run, train_anew
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training import divergence, engine, result
-from vanilla_transformer.training.checkpoints import fault_of
-from vanilla_transformer.training.divergence import LossWatch
+from vanilla_transformer.training import engine, result
 from vanilla_transformer.training.engine import TrainingRun
-from vanilla_transformer.training.loss import SmoothedTranslationLoss
-from vanilla_transformer.training.preparation import prepare
+from vanilla_transformer.training.preparation.vocabulary_and_ids import prepare
+from vanilla_transformer.training.records.checkpoints import fault_of
+from vanilla_transformer.training.step import divergence
+from vanilla_transformer.training.step.divergence import LossWatch
+from vanilla_transformer.training.step.loss import SmoothedTranslationLoss
 
 
 CPU_ALLOCATOR = (

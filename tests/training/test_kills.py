@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from runs import assert_same_run, stopped_after, train_anew
 
-from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints
+from vanilla_transformer.training.records.checkpoints import fault_of, list_checkpoints
 
 
 STRESS = Path(__file__).parents[2] / "scripts" / "stress" / "kill_and_resume.py"

@@ -12,10 +12,10 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForSeq2SeqLM
 
 from vanilla_transformer import VanillaTransformerTokenizer
-from vanilla_transformer.training.checkpoints import fault_of, list_checkpoints, update_of
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import TrainingRun, train
-from vanilla_transformer.training.leases import reading
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.records.checkpoints import fault_of, list_checkpoints, update_of
+from vanilla_transformer.training.records.leases import reading
 
 
 DATA = Path(__file__).parents[1] / "data"

@@ -4,8 +4,8 @@ import pytest
 from runs import observed_steps, stopped_after, train_anew, weights_of
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.checkpoints import checkpoint_name, list_checkpoints, update_of
-from vanilla_transformer.training.run_folder import read_run_record
+from vanilla_transformer.training.records.checkpoints import checkpoint_name, list_checkpoints, update_of
+from vanilla_transformer.training.run_record import read_run_record
 
 
 # BLEU after so many updates.

@@ -8,8 +8,8 @@ from runs import MAX_UPDATES, assert_same_run, observed_steps, records_of, stopp
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training import engine
-from vanilla_transformer.training.checkpoints import list_checkpoints, update_of
 from vanilla_transformer.training.engine import TrainingRun
+from vanilla_transformer.training.records.checkpoints import list_checkpoints, update_of
 
 
 def test_precision_makes_a_difference(uninterrupted):

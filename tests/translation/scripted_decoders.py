@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from vanilla_transformer.translation.arguments import SearchOptions
+from vanilla_transformer.translation.options import SearchOptions
 
 
 def random_probabilities(seed: int, vocab_size: int, *, sharpness: float = 1.0):

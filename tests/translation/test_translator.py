@@ -13,8 +13,8 @@ from transformers import GenerationConfig, MarianConfig, MarianMTModel
 import vanilla_transformer.translation.translator as MODULE
 from vanilla_transformer import Translator, VanillaTransformerModel, VanillaTransformerTokenizer
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.translation.arguments import SearchOptions
-from vanilla_transformer.translation.hypotheses import Hypothesis
+from vanilla_transformer.translation.options import SearchOptions
+from vanilla_transformer.translation.search.hypotheses import Hypothesis
 from vanilla_transformer.translation.translator import Translation
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vanilla_transformer import Translator
-from vanilla_transformer.translation.native import why_not_native
+from vanilla_transformer.native.incremental_decoder import why_not_native
 
 
 @pytest.fixture(scope="module")

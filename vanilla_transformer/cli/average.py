@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import option
-from vanilla_transformer.training.leases import MANIFEST, reading
-from vanilla_transformer.training.output_folder import MODEL_FILES, check_new_files, check_writable
+from vanilla_transformer.training.options import option
+from vanilla_transformer.training.preparation.output_folder import MODEL_FILES, check_new_files, check_writable
+from vanilla_transformer.training.records.leases import MANIFEST, reading
 
 
 @dataclass(kw_only=True)
@@ -42,8 +42,8 @@ def run(options: AverageOptions) -> int:
         if not path.is_dir():
             raise UserError(f"{path} is not a folder; give checkpoints, or the folder of a run.")
     from vanilla_transformer.loading import WEIGHTS, check_whole
-    from vanilla_transformer.training.averaging import average_checkpoints
-    from vanilla_transformer.training.checkpoints import fault_of
+    from vanilla_transformer.training.records.averaging import average_checkpoints
+    from vanilla_transformer.training.records.checkpoints import fault_of
 
     from .session import start
 
@@ -72,7 +72,7 @@ def run(options: AverageOptions) -> int:
 
 def _of_run(folder: Path, count: int) -> list[Path]:
     """The last checkpoints of a run, as many as are asked for; none if the folder is not a run's."""
-    from vanilla_transformer.training.checkpoints import checkpoints_of_mean, list_checkpoints
+    from vanilla_transformer.training.records.checkpoints import checkpoints_of_mean, list_checkpoints
 
     if not list_checkpoints(folder / "checkpoints"):
         return []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vanilla_transformer.training.configuration import option
+from vanilla_transformer.training.options import option
 
 from .files import check_output_file, read_lines, write_lines
 from .translator import TranslatorOptions, load_translator

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.translation.text_files import is_model_file
+from vanilla_transformer.translation.files.text_files import is_model_file
 
 
 def read_lines(path: Path) -> list[str]:

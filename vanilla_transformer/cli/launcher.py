@@ -121,7 +121,7 @@ def is_worker() -> bool:
 def work(arguments: Sequence[str]) -> int:
     """Be one of the processes: run the command line, and end with the launcher."""
     bind_to_launcher()
-    from . import main
+    from vanilla_transformer.cli import main
 
     return main(arguments)
 

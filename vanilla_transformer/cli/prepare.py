@@ -1,7 +1,7 @@
 """`prepare`: train the vocabulary and encode the text of a training run, without training."""
 
-from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.output_folder import check_decodable, check_writable
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.preparation.output_folder import check_decodable, check_writable
 from vanilla_transformer.training.texts import check_texts
 
 
@@ -18,7 +18,7 @@ def run(options: TrainingOptions) -> int:
     from .session import start
 
     start()
-    from vanilla_transformer.training.preparation import prepare
+    from vanilla_transformer.training.preparation.vocabulary_and_ids import prepare
 
     data = prepare(options, cache_dir, show_progress=True)
     for name, corpus in (("training", data.train), ("validation", data.valid)):

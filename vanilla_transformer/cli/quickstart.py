@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vanilla_transformer.training.configuration import TrainingOptions, option
-from vanilla_transformer.training.output_folder import check_output_dir
+from vanilla_transformer.training.options import TrainingOptions, option
+from vanilla_transformer.training.preparation.output_folder import check_output_dir
 
 from .options import read_recipe
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vanilla_transformer.training.configuration import option
+from vanilla_transformer.training.options import option
 
 from .files import read_lines
 

@@ -1,6 +1,6 @@
 """What a verb does before it works with models: registration, huge pages, and quiet libraries."""
 
-from vanilla_transformer.training.memory import prefer_huge_pages
+from vanilla_transformer.training.cpu.memory import prefer_huge_pages
 
 
 def start() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import LARGEST_VOCABULARY, check_range, option
-from vanilla_transformer.training.output_folder import (
+from vanilla_transformer.training.options import LARGEST_VOCABULARY, check_range, option
+from vanilla_transformer.training.preparation.output_folder import (
     TOKENIZER_FILES,
     check_decodable,
     check_new_files,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import TrainingOptions
-from vanilla_transformer.training.texts import check_texts, open_texts
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.preparation.texts import check_texts, open_texts
 
 from .launcher import is_launched, is_worker, launch
 
@@ -33,7 +33,7 @@ def run(options: TrainingOptions) -> int:
 
     start()
     if options.dry_run:
-        from vanilla_transformer.training.estimation import dry_run
+        from vanilla_transformer.training.dry_run import dry_run
 
         found = dry_run(options)
         # One of several processes speaks for all.
@@ -41,7 +41,7 @@ def run(options: TrainingOptions) -> int:
             print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
         return 0
     from vanilla_transformer.training.engine import train
-    from vanilla_transformer.training.process import check_devices
+    from vanilla_transformer.training.step.process import check_devices
 
     if is_worker():
         check_devices(options, int(os.environ["WORLD_SIZE"]))

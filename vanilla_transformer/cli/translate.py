@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.configuration import option
-from vanilla_transformer.translation.arguments import check_at_least
-from vanilla_transformer.translation.layouts import Layout, LayoutName, layout_of
-from vanilla_transformer.translation.text_files import InputFile, check_partial, partial_files, translate_file
+from vanilla_transformer.training.options import option
+from vanilla_transformer.translation.files.layouts import Layout, LayoutName, layout_of
+from vanilla_transformer.translation.files.text_files import InputFile, check_partial, partial_files, translate_file
+from vanilla_transformer.translation.options import check_at_least
 
 from .files import check_output_file, write_lines
 from .translator import TranslatorOptions, load_translator

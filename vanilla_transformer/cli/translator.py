@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vanilla_transformer.cores import check_side_by_side
-from vanilla_transformer.training.configuration import option
-from vanilla_transformer.translation.arguments import (
+from vanilla_transformer.training.options import option
+from vanilla_transformer.translation.options import (
     LongTexts,
     Quantization,
     SearchRules,

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.training.leases import reading
+from vanilla_transformer.training.records.leases import reading
 
 from .bundle import make_bundle, told_facts
 from .card import FACTS

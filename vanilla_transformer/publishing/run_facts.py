@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.loading import read_json
-from vanilla_transformer.training.journal import read_journal
+from vanilla_transformer.training.records.journal import read_journal
 
 from .facts import TestScore
 

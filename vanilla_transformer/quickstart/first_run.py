@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vanilla_transformer.evaluation import Scores, evaluate_model, score
-from vanilla_transformer.training.configuration import TrainingOptions
 from vanilla_transformer.training.engine import train
-from vanilla_transformer.training.validation import Evaluation
+from vanilla_transformer.training.options import TrainingOptions
+from vanilla_transformer.training.watching.validation import Evaluation
 from vanilla_transformer.translation.translator import Translator
 
 

@@ -21,9 +21,17 @@ from transformers import PreTrainedModel
 
 from vanilla_transformer.data.batching import TokenBatches, Update
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.loading import load_config, load_model
-
-from .checkpoints import (
+from vanilla_transformer.loading import architecture_of, load_config, load_model
+from vanilla_transformer.training.cpu.fused_layers import operations_of
+from vanilla_transformer.training.cpu.memory import FreedMemory
+from vanilla_transformer.training.cpu.padding_free import can_pack
+from vanilla_transformer.training.preparation.initial_model import make_model
+from vanilla_transformer.training.preparation.output_folder import check_output_dir
+from vanilla_transformer.training.preparation.reading_order import make_plan
+from vanilla_transformer.training.preparation.texts import check_texts
+from vanilla_transformer.training.preparation.vocabulary_and_ids import PreparedData, prepare
+from vanilla_transformer.training.records.checkpoints import (
+    EMA_WEIGHTS,
     discard,
     list_checkpoints,
     load_optimizer,
@@ -33,32 +41,25 @@ from .checkpoints import (
     update_of,
     write_checkpoint,
 )
-from .configuration import TrainingOptions
-from .divergence import LossWatch, NotFinite, exploded, not_finite, stopped
-from .ema import EMA_WEIGHTS, MovingAverage
-from .failures import naming_disk
-from .fusion import operations_of
-from .identity import architecture_of, differences, identity_of
-from .initialisation import make_model
-from .journal import Journal, Window, validation_line
-from .leases import hand_out, training_in
-from .loss import SmoothedTranslationLoss
-from .memory import FreedMemory
-from .output_folder import check_output_dir
-from .packing import can_pack
-from .preparation import PreparedData, prepare
-from .process import OUT_OF_TIME, accelerating, catch_signals, most_pressing
-from .reading_order import make_plan
+from vanilla_transformer.training.records.journal import Journal, Window, validation_line
+from vanilla_transformer.training.records.leases import hand_out, training_in
+from vanilla_transformer.training.records.tracking import Trackers
+from vanilla_transformer.training.step.distribution import Division, distribute, is_sharded, whole_model
+from vanilla_transformer.training.step.divergence import LossWatch, NotFinite, exploded, not_finite, stopped
+from vanilla_transformer.training.step.failures import naming_disk
+from vanilla_transformer.training.step.loss import SmoothedTranslationLoss
+from vanilla_transformer.training.step.moving_average import MovingAverage
+from vanilla_transformer.training.step.optimiser_step import OptimiserStep
+from vanilla_transformer.training.step.process import OUT_OF_TIME, accelerating, catch_signals, most_pressing
+from vanilla_transformer.training.step.schedule import learning_rate
+from vanilla_transformer.training.watching.selection import Selection
+from vanilla_transformer.training.watching.utilization import ModelFlops, matrix_rate
+from vanilla_transformer.training.watching.validation import Evaluation, Validation
+
+from .options import TrainingOptions
 from .result import TrainingResult, write_result
-from .run_folder import write_run_record
-from .schedule import learning_rate
-from .selection import Selection
-from .sharding import Division, distribute, is_sharded, whole_model
-from .step import OptimiserStep
-from .texts import check_texts
-from .tracking import Trackers
-from .utilization import ModelFlops, matrix_rate
-from .validation import Evaluation, Validation
+from .run_identity import differences, identity_of
+from .run_record import write_run_record
 
 
 def train(

@@ -7,12 +7,17 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.training.records.averaging import average_checkpoints
+from vanilla_transformer.training.records.checkpoints import (
+    checkpoint_name,
+    checkpoints_of_mean,
+    last_sound,
+    update_of,
+)
+from vanilla_transformer.training.step.failures import naming_disk
 
-from .averaging import average_checkpoints
-from .checkpoints import checkpoint_name, checkpoints_of_mean, last_sound, update_of
-from .configuration import TrainingOptions
-from .failures import naming_disk
-from .run_folder import note_result
+from .options import TrainingOptions
+from .run_record import note_result
 
 
 @dataclass(frozen=True, slots=True)

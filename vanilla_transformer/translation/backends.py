@@ -13,13 +13,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from vanilla_transformer.data.collation import pad
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from vanilla_transformer.translation.decoders.choice import ModelDecoder
+from vanilla_transformer.translation.decoders.plain_models import unwrapped
+from vanilla_transformer.translation.decoders.through_modules import PlainDecoder
+from vanilla_transformer.translation.search.hypotheses import Hypothesis
+from vanilla_transformer.translation.search.search import SpecialTokens, search
 
-from .arguments import Quantization, SearchOptions
-from .choice import ModelDecoder
-from .hypotheses import Hypothesis
-from .plain_decoder import PlainDecoder
-from .plain_models import unwrapped
-from .search import SpecialTokens, search
+from .options import Quantization, SearchOptions
 
 
 class Backend(Protocol):

@@ -20,12 +20,12 @@ from vanilla_transformer.cores import check_side_by_side
 from vanilla_transformer.data.batching import TokenBatches
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.loading import check_tokenizer_fits, load_model, load_tokenizer
+from vanilla_transformer.translation.decoders.plain_models import unwrapped
+from vanilla_transformer.translation.search.hypotheses import Hypothesis
 
-from .arguments import LongTexts, Quantization, check_at_least, check_characters, check_model_id, check_search
 from .backends import make_backend, options_for
-from .hypotheses import Hypothesis
-from .plain_models import unwrapped
-from .segmentation import split_to_fit
+from .long_texts import split_to_fit
+from .options import LongTexts, Quantization, check_at_least, check_characters, check_model_id, check_search
 from .workers import map_side_by_side
 
 

@@ -1,0 +1,1 @@
+"""The layers as CPUs compute them fast: fused operations, packed batches, memory."""

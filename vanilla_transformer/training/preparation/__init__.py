@@ -1,0 +1,1 @@
+"""From text to a run: checks, vocabulary and ids, reading order, the initial model."""

@@ -1,0 +1,1 @@
+"""How good the model is, and how well the machine is used."""

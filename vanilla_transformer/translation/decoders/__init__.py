@@ -1,0 +1,1 @@
+"""How a model scores the next tokens of a search, step by step."""

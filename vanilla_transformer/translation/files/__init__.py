@@ -1,0 +1,1 @@
+"""Files of texts, and the layouts of their lines."""
