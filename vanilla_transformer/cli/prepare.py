@@ -2,7 +2,7 @@
 
 from vanilla_transformer.training.options import TrainingOptions
 from vanilla_transformer.training.preparation.output_folder import check_decodable, check_writable
-from vanilla_transformer.training.texts import check_texts
+from vanilla_transformer.training.preparation.texts import check_texts
 
 
 OPTIONS = TrainingOptions
