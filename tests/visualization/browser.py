@@ -59,7 +59,7 @@ class Browser:
         return self
 
     def __exit__(self, *_) -> None:
-        self._process.terminate()
+        self._send("Browser.close")
         self._process.wait(timeout=20)
         os.close(self._out)
         os.close(self._in)
@@ -102,8 +102,12 @@ class Browser:
     def point(self, selector: str, *, click: bool = False) -> None:
         """Move the mouse to the middle of an element, and click there if asked to."""
         place = self.evaluate(
-            f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
-            "node.scrollIntoView({block: 'center'}); const box = node.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+            f"""(() => {{
+                const node = document.querySelector({json.dumps(selector)});
+                node.scrollIntoView({{block: "center"}});
+                const box = node.getBoundingClientRect();
+                return [box.x + box.width / 2, box.y + box.height / 2];
+            }})()"""
         )
         self.mouse("mouseMoved", *place)
         if click:

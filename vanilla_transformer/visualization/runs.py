@@ -16,8 +16,8 @@ from .panels import Lines, Picture, Series
 
 # Points of a curve on a page; of longer ones every so many are shown.
 _POINTS = 2000
-# Name of the array, title of the panel, its vertical axis, and where its curves come from: the kind of records, the name
-# in them, and what the legend says.
+# Name of the array, title of the panel, its vertical axis, and where its curves come from: kind of records, name in
+# them, and what the legend says.
 _CURVES = (
     (
         "loss",

@@ -37,7 +37,7 @@ def run_summary(folder: Path, *, unicode: bool = True) -> str:
     if len(updates) >= 2:
         parts += [f"{what}, nats per token", *draw_curve(updates, values, unicode=unicode)]
     parts += _scores(run)
-    parts += _files(folder)
+    parts += _files(folder, run)
     return "\n".join(parts)
 
 
@@ -90,11 +90,13 @@ def _scores(run: Run) -> list[str]:
         if best is not None:
             _, values = run.curve("valid", name)
             lines.append(
-                f"{title:<11}best {best[1]:.{digits}f} (update {best[0]:,}), last {float(values[-1]):.{digits}f}"
+                f"{title:<12}best {best[1]:.{digits}f} (update {best[0]:,}), last {float(values[-1]):.{digits}f}"
             )
     return lines
 
 
-def _files(folder: Path) -> list[str]:
-    what = (("model", "model.safetensors"), ("curves", "metrics.jsonl"), ("checkpoints", "checkpoints"))
-    return [f"{title:<11} {folder / name}".rstrip() for title, name in what if (folder / name).exists()]
+def _files(folder: Path, run: Run) -> list[str]:
+    # A model that lies there before the run has a result is an earlier run's.
+    files = [("model", folder)] if run.is_over else []
+    files += [("curves", folder / "metrics.jsonl"), ("checkpoints", folder / "checkpoints")]
+    return [f"{title:<12}{path}" for title, path in files if path.exists()]

@@ -64,7 +64,7 @@ def describe(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tokens:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level vocabularies write bytes with, those of GPT-2: printable ones stand for themselves."""
+    """The letters that byte-level vocabularies write bytes with: printable ones stand for themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -18,17 +18,28 @@ function ticksBetween(low, high) {
   return ticks;
 }
 
-const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [640, 320, 64, 14, 12, 44];
+function decadesBetween(low, high) {
+  const ticks = [];
+  for (let decade = 10 ** Math.floor(Math.log10(low)); decade <= high; decade *= 10)
+    for (const factor of [1, 2, 5]) if (decade * factor >= low && decade * factor <= high) ticks.push(decade * factor);
+  return ticks;
+}
+
+// Without spreading many thousands of numbers into arguments.
+const rangeOf = (numbers) => numbers.reduce(([low, high], number) => [Math.min(low, number), Math.max(high, number)], [Infinity, -Infinity]);
+
+const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [640, 320, 84, 26, 12, 44];
 const stroke = (i) => "var(--c" + (i % 8) + ")";
 
 function frameOf(panel, xs, ys) {
-  const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
-  let [y0, y1] = [Math.min(...ys), Math.max(...ys)];
+  const [x0, x1] = rangeOf(xs);
+  let [y0, y1] = rangeOf(ys);
   if (y0 === y1) [y0, y1] = [y0 - (Math.abs(y0) || 1) / 2, y1 + (Math.abs(y1) || 1) / 2];
+  const scale = panel.logarithmic ? Math.log : (value) => value;
   const x = (value) => LEFT + ((value - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT);
-  const y = (value) => TOP + ((y1 - value) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
+  const y = (value) => TOP + ((scale(y1) - scale(value)) / (scale(y1) - scale(y0))) * (HEIGHT - TOP - BOTTOM);
   const svg = draw("svg", { viewBox: "0 0 " + WIDTH + " " + HEIGHT, class: "chart", role: "img", tabindex: "0", "aria-label": panel.title + ": " + panel.y_label + " over " + panel.x_label + "; the table below has the numbers." });
-  for (const tick of ticksBetween(y0, y1))
+  for (const tick of panel.logarithmic ? decadesBetween(y0, y1) : ticksBetween(y0, y1))
     svg.append(draw("path", { class: "axis", d: "M" + LEFT + " " + y(tick) + "H" + (WIDTH - RIGHT) }),
       draw("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end", "font-size": 12 }, short(tick)));
   for (const tick of ticksBetween(x0, x1))
@@ -44,11 +55,11 @@ function linesPanel(panel) {
   const all = series.flatMap((own) => own.points);
   if (!all.length) return [make("p", {}, "Nothing was measured.")];
   const { svg, x, y, x0, x1 } = frameOf(panel, all.map(([at]) => at), all.map(([, value]) => value));
-  series.forEach((own, i) => {
+  series.forEach((own) => {
     if (!own.points.length) return;
-    svg.append(draw("path", { d: "M" + own.points.map(([at, value]) => x(at).toFixed(1) + " " + y(value).toFixed(1)).join("L"), fill: "none", stroke: stroke(i),
+    svg.append(draw("path", { d: "M" + own.points.map(([at, value]) => x(at).toFixed(1) + " " + y(value).toFixed(1)).join("L"), fill: "none", stroke: stroke(own.colour),
       "stroke-width": 2, "stroke-linejoin": "round", "stroke-dasharray": own.dashed ? "5 4" : null, class: "curve" }));
-    if (own.points.length < 60 && !own.dashed) for (const [at, value] of own.points) svg.append(draw("circle", { cx: x(at), cy: y(value), r: 2.5, fill: stroke(i) }));
+    if (own.points.length < 60 && !own.dashed) for (const [at, value] of own.points) svg.append(draw("circle", { cx: x(at), cy: y(value), r: 2.5, fill: stroke(own.colour) }));
   });
   const cursor = draw("path", { class: "axis", d: "", "stroke-width": 1.5 });
   svg.append(cursor);
@@ -77,8 +88,8 @@ function linesPanel(panel) {
     const to = current === null ? 0 : Math.max(0, Math.min(positions.length - 1, current + steps[event.key]));
     show(positions[to], true);
   });
-  const legend = make("ul", { class: "legend" }, ...series.map((own, i) => make("li", {}, draw("svg", { width: 30, height: 10, "aria-hidden": "true" },
-    draw("path", { d: "M0 5h30", stroke: stroke(i), "stroke-width": 3, "stroke-dasharray": own.dashed ? "5 4" : null })), own.name)));
+  const legend = make("ul", { class: "legend" }, ...series.map((own) => make("li", {}, draw("svg", { width: 30, height: 10, "aria-hidden": "true" },
+    draw("path", { d: "M0 5h30", stroke: stroke(own.colour), "stroke-width": 3, "stroke-dasharray": own.dashed ? "5 4" : null })), own.name)));
   return [series.length > 1 ? legend : null, svg, readout, tableOf(panel, series, positions)];
 }
 
@@ -103,6 +114,7 @@ function heatmapPanel(panel) {
   const canvas = make("canvas", { class: "heatmap", role: "img", width, height,
     "aria-label": panel.title + ": " + height + " rows (" + panel.y_label + ") and " + width + " columns (" + panel.x_label + "), values up to " + short(largest) });
   let signed = false;
+  canvas.style.aspectRatio = String(Math.max(0.8, Math.min(1.8, width / height)));
   const paint = () => {
     const context = canvas.getContext("2d");
     const image = context.createImageData(canvas.width, canvas.height);
@@ -131,10 +143,11 @@ function heatmapPanel(panel) {
 function barsPanel(panel) {
   const largest = Math.max(...panel.values, 1e-12);
   const body = panel.labels.map((label, i) => {
-    const bar = draw("svg", { width: 260, height: 16, "aria-hidden": "true" }, draw("rect", { width: (256 * panel.values[i]) / largest, height: 16, fill: stroke(i) }));
+    const bar = make("div", { class: "bar", "aria-hidden": "true" });
+    bar.style.width = (100 * panel.values[i]) / largest + "%";
     return make("tr", {}, make("th", { scope: "row" }, label), make("td", { class: "number" }, short(panel.values[i])), make("td", {}, bar));
   });
-  return [make("div", { class: "scroll" }, make("table", {}, make("caption", { class: "note" }, panel.y_label), make("tbody", {}, ...body)))];
+  return [make("div", { class: "scroll" }, make("table", { class: "bars" }, make("caption", { class: "note" }, panel.y_label), make("tbody", {}, ...body)))];
 }
 
 const piecesPanel = (panel) => [make("ol", { class: "pieces" }, ...panel.labels.map((label, i) =>
