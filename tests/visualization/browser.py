@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,24 @@ from typing import Any
 
 # As the packages of Debian, Fedora and others call it.
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
+    "--no-first-run",
+)
+# What becomes the browser, with the pipes where it wants them; neither may be closed by moving the other.
+_WITH_PIPES = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+os.dup2(pipes[0], 3)
+os.dup2(pipes[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class PageError(Exception):
@@ -37,17 +56,12 @@ class Browser:
         # The browser reads commands from its descriptor 3 and answers on its descriptor 4.
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--remote-debugging-pipe",
-        ]
-        command = [CHROMIUM, *flags, "--no-first-run", f"--user-data-dir={self._folder}", "about:blank"]
-        wrapper = ["/bin/sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "sh", *command]
+        command = [CHROMIUM, *_FLAGS, f"--user-data-dir={self._folder}", "about:blank"]
         self._process = subprocess.Popen(
-            wrapper, pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-S", "-c", _WITH_PIPES, str(to_browser), str(from_browser), *command],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(to_browser)
         os.close(from_browser)

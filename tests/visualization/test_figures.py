@@ -1,5 +1,4 @@
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,9 +94,3 @@ def test_without_matplotlib_figures_are_refused_and_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"vanilla-transformer\[visualization\]"):
         check_matplotlib()
-
-
-def test_the_pages_need_no_matplotlib():
-    folder = Path(sys.modules["vanilla_transformer.visualization.figures"].__file__).parent
-    for path in folder.glob("*.py"):
-        assert "matplotlib" not in path.read_text(encoding="utf-8") or path.name == "figures.py"

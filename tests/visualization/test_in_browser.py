@@ -176,9 +176,9 @@ def test_the_tree_is_walked_with_the_arrow_keys(shown, found):
 
 
 def test_tables_stand_beside_pictures(shown, found):
-    shown.point("details summary", click=True)
-    shown.wait("document.querySelectorAll('details table tbody tr').length > 0")
-    rows = shown.evaluate("document.querySelector('details table').rows.length")
+    shown.point("#strongest summary", click=True)
+    shown.wait("document.querySelector('#strongest table') !== null")
+    rows = shown.evaluate("document.querySelector('#strongest table').rows.length")
     assert rows == len(found[0].target) + 1
 
 

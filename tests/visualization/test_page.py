@@ -14,7 +14,7 @@ from vanilla_transformer.visualization.panels import Heatmap, Lines, Picture, Se
 
 
 # What ends a script, opens a comment, ends a line of old JavaScript, or looks like a place to fill.
-HOSTILE = "</script><script>alert(1)</script><!-- ]]> \u2028\u2029 & &lt; %%code%% \"' \ud83d\ude42 \ud800 \x00"
+HOSTILE = "</script><script>alert(1)</script><!-- ]]> \u2028\u2029 & &lt; %%code%% \"' 🙂 \ud800 \x00"
 
 
 class Reader(HTMLParser):

@@ -64,7 +64,7 @@ def save_figure(figure: "Figure", path: Path) -> list[str]:
     ):
         warnings.simplefilter("always")
         figure.savefig(path, format=suffix[1:], dpi=200, bbox_inches="tight", metadata=metadata)
-    missing = [str(warning.message) for warning in caught if "Glyph" in str(warning.message)]
+    missing = {str(warning.message) for warning in caught if "Glyph" in str(warning.message)}
     if missing and suffix != ".svg":
         return [
             f"{path}: the font lacks {len(missing)} of the characters, which are shown as boxes; an SVG keeps them."

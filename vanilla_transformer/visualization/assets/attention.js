@@ -361,7 +361,7 @@ function buildDetailNodes() {
   detail.columns = make("div", { class: "columns", "aria-hidden": "true" });
   detail.rows = make("div", { class: "rows", "aria-hidden": "true" });
   detail.map = make("div", { class: "map scroll" }, make("div", { class: "frame" }, detail.columns, detail.rows, detail.image));
-  detail.table = make("details", { ontoggle: () => detail.table.open && fillTable() }, make("summary", {}, "Strongest weights as a table"));
+  detail.table = make("details", { id: "strongest", ontoggle: () => detail.table.open && fillTable() }, make("summary", {}, "Strongest weights as a table"));
   const node = section("", null, detail.readout,
     make("div", { class: "views" },
       make("div", { class: "lines" }, detail.titles, make("div", { class: "pair" }, detail.lists.row, make("div", {}, detail.canvas), detail.lists.column)),
