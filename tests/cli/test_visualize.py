@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.cli.options import parse
@@ -152,8 +153,34 @@ def test_mistakes_get_one_sentence_and_nothing_is_written(refused, here, argumen
 
 def test_layers_that_the_model_does_not_have(refused, run_folder, here):
     line = refused("visualize", "attention", "--model", run_folder, "--text", "a", "--head", "3")
-    assert "--head is 3, and the decoder has 2" in line
+    assert "--head is 3, and the cross attention has 2" in line
     assert not files(here)
+
+
+@pytest.fixture
+def classifier(run_folder, here):
+    """A model for classification with the encoder of a translation model."""
+    model = AutoModelForSequenceClassification.from_pretrained(run_folder)
+    model.save_pretrained(here / "classifier")
+    AutoTokenizer.from_pretrained(run_folder).save_pretrained(here / "classifier")
+    return here / "classifier"
+
+
+def test_of_a_model_without_a_decoder_the_encoder_is_shown(call, refused, run_folder, classifier, here):
+    outputs = ["a.html", "a.svg", "a.npz"]
+    assert call("visualize", "attention", "--model", classifier, "--text", "A house.", "--output", *outputs)[0] == 0
+    assert call("visualize", "attention", "--model", run_folder, "--text", "A house.", "--output", "b.npz")[0] == 0
+    with np.load("a.npz") as alone, np.load("b.npz") as both:
+        np.testing.assert_array_equal(alone["encoder"], both["encoder"])
+        assert alone["decoder"].size == alone["cross"].size == 0 < both["cross"].size
+    data = json.loads(Path("a.html").read_text(encoding="utf-8").split('id="data">')[1].split("</script>")[0])
+    assert [part["name"] for part in data["parts"]] == ["encoder"]
+    line = refused("visualize", "attention", "--model", classifier, "--text", "a", "--target", "b")
+    assert "which has no decoder; leave --target out" in line
+    line = refused(
+        "visualize", "attention", "--model", classifier, "--text", "a", "--attention", "cross", "--output", "c.svg"
+    )
+    assert "--attention is cross, of which" in line
 
 
 def test_without_matplotlib_pages_and_arrays_are_written_and_figures_refused(call, refused, here, monkeypatch):

@@ -8,7 +8,7 @@ from browser import CHROMIUM, Browser
 from runs_on_disk import write_run
 
 from vanilla_transformer.translation.arguments import SearchOptions
-from vanilla_transformer.visualization.attention import alignment, attention_of
+from vanilla_transformer.visualization.attention import alignment, attention_of, encoder_attention_of
 from vanilla_transformer.visualization.attention_page import attention_page
 from vanilla_transformer.visualization.beam_tree import beam_tree
 from vanilla_transformer.visualization.panels import picture_page
@@ -180,6 +180,18 @@ def test_tables_stand_beside_pictures(shown, found):
     shown.wait("document.querySelector('#strongest table') !== null")
     rows = shown.evaluate("document.querySelector('#strongest table').rows.length")
     assert rows == len(found[0].target) + 1
+
+
+def test_an_encoder_alone_has_a_page(browser, make_model, tokenizer, ids, tmp_path):
+    path = tmp_path / "encoder.html"
+    text = attention_page(encoder_attention_of(make_model(), tokenizer, ids[0]), tokenizer, model_name="m")
+    path.write_text(text, encoding="utf-8")
+    browser.open(path)
+    assert len(texts(browser, "section")) == 2
+    assert browser.evaluate("document.querySelectorAll('.tile').length") == 2 * 3
+    browser.point(".pair ol:first-child li:nth-child(2)")
+    assert "looks at" in browser.evaluate("document.getElementById('readout').textContent")
+    assert browser.errors == []
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vanilla_transformer.translation.translator import Translator
+    from vanilla_transformer.visualization.attention import Attention
+    from vanilla_transformer.visualization.beam_tree import BeamTree
     from vanilla_transformer.visualization.panels import Picture
 
 
@@ -43,7 +45,9 @@ class AttentionOptions:
     target_language: str | None = option(None, "Language to translate to, for models with a tag for each.")
     num_beams: int | None = option(None, "Beam size; default: the model's generation configuration.")
     length_penalty: float | None = option(None, "Power of the length penalty; default: likewise.")
-    attention: Literal["encoder", "decoder", "cross"] = option("cross", "Which attention a figure shows.")
+    attention: Literal["encoder", "decoder", "cross"] | None = option(
+        None, "Which attention a figure shows; default: cross, and encoder of models without a trained decoder."
+    )
     layer: int | None = option(None, "The one layer that a figure shows, from 1; default: all.")
     head: int | None = option(None, "The one head that a figure shows, from 1; default: all.")
     device: str | None = option(None, "Where to run, such as cpu or cuda:1; default: a GPU if there is one.")
@@ -142,33 +146,50 @@ def _attention(options: AttentionOptions) -> None:
     for name in ("layer", "head"):
         check_at_least(name, getattr(options, name), 1)
     translator = _translator(options)
-    model, tokenizer = translator.model, translator.tokenizer
-    from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
-    from vanilla_transformer.visualization.attention import attention_of
+    attention, tree = _attention_and_tree(options, translator)
+    part = options.attention or ("cross" if len(attention.target) else "encoder")
+    _check_choice(options, part, attention.parts[part][0].shape)
     from vanilla_transformer.visualization.attention_page import attention_page
-    from vanilla_transformer.visualization.beam_tree import beam_tree
 
-    if not isinstance(model, VanillaTransformerForConditionalGeneration):
-        raise UserError(f"{options.model} is a {type(model).__name__}; give a translation model of this package.")
-    _check_choice(options, model.config)
-    source = tokenizer(options.text.strip(), verbose=False)["input_ids"]
-    search = translator.options
-    tree = beam_tree(model, source, replace(search, num_hypotheses=search.num_beams))
-    target = tree.hypotheses[0].tokens
-    if options.target is not None:
-        target = tokenizer(text_target=options.target.strip(), verbose=False)["input_ids"]
-    attention = attention_of(model, tokenizer, source, target)
     page = attention_page(
-        attention, tokenizer, model_name=_name(options.model), tree=tree, target_is_given=options.target is not None
+        attention,
+        translator.tokenizer,
+        model_name=_name(options.model),
+        tree=tree,
+        target_is_given=options.target is not None,
     )
 
     def figure() -> "Figure":
         from vanilla_transformer.visualization.figures import attention_figure
 
         chosen = {name: None if number is None else number - 1 for name, number in _chosen(options).items()}
-        return attention_figure(attention, options.attention, **chosen)
+        return attention_figure(attention, part, **chosen)
 
     _write(options.output, page=lambda: page, figure=figure, arrays=attention.arrays)
+
+
+def _attention_and_tree(options: AttentionOptions, translator: "Translator") -> "tuple[Attention, BeamTree | None]":
+    """Weights of the text with its translation, and the search for it; of an encoder alone where that was trained."""
+    from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+    from vanilla_transformer.visualization.attention import attention_of, encoder_attention_of
+    from vanilla_transformer.visualization.beam_tree import beam_tree
+
+    model, tokenizer = translator.model, translator.tokenizer
+    # What was saved: a head's weights load into a translation model, whose other weights are then random.
+    saved = (model.config.architectures or [type(model).__name__])[0]
+    if not isinstance(model, VanillaTransformerForConditionalGeneration) or saved == "VanillaTransformerForCausalLM":
+        raise UserError(f"{options.model} holds a {saved}; give a model of this package that has an encoder.")
+    source = tokenizer(options.text.strip(), verbose=False)["input_ids"]
+    if saved not in ("VanillaTransformerForConditionalGeneration", "VanillaTransformerModel"):
+        if options.target is not None:
+            raise UserError(f"{options.model} holds a {saved}, which has no decoder; leave --target out.")
+        return encoder_attention_of(model, tokenizer, source), None
+    search = translator.options
+    tree = beam_tree(model, source, replace(search, num_hypotheses=search.num_beams))
+    target = tree.hypotheses[0].tokens
+    if options.target is not None:
+        target = tokenizer(text_target=options.target.strip(), verbose=False)["input_ids"]
+    return attention_of(model, tokenizer, source, target), tree
 
 
 def _positions(options: PositionsOptions) -> None:
@@ -284,16 +305,14 @@ def _chosen(options: AttentionOptions) -> dict[str, int | None]:
     return {"layer": options.layer, "head": options.head}
 
 
-def _check_choice(options: AttentionOptions, config) -> None:
+def _check_choice(options: AttentionOptions, part: str, shape: tuple[int, ...]) -> None:
     """Refuse layers and heads that the model does not have."""
-    side = "encoder" if options.attention == "encoder" else "decoder"
-    for name, number in (
-        ("layer", getattr(config, f"{side}_layers")),
-        ("head", getattr(config, f"{side}_attention_heads")),
-    ):
+    if any(path.suffix.lower() in _FIGURES for path in options.output) and not shape[0]:
+        raise UserError(f"--attention is {part}, of which {options.model} has no layer; choose another, or a page.")
+    for name, number in zip(("layer", "head"), shape, strict=False):
         given = getattr(options, name)
         if given is not None and given > number:
-            raise UserError(f"--{name} is {given}, and the {side} has {number}; choose one of them.")
+            raise UserError(f"--{name} is {given}, and the {part} attention has {number}; choose one of them.")
 
 
 def _name(model: str) -> str:

@@ -135,6 +135,41 @@ def attention_of(
     )
 
 
+@torch.inference_mode()
+def encoder_attention_of(
+    model: VanillaTransformerForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, source_ids: Sequence[int]
+) -> Attention:
+    """Compute the attention weights of the encoder alone, for models whose decoder was never trained.
+
+    Args:
+        model: A model with an encoder, which computes with eager attention for this call alone.
+        tokenizer: Its tokenizer, which names the tokens.
+        source_ids: Ids of the text [S], with its `</s>`.
+
+    Returns:
+        The weights, in float32, with nothing of the decoder.
+
+    Raises:
+        UserError: As for `attention_of`.
+    """
+    source_ids = list(source_ids)
+    _check_lengths(model, len(source_ids), None)
+    with eager_attention(model):
+        outputs = model.get_encoder()(
+            input_ids=torch.tensor([source_ids], device=model.device), output_attentions=True
+        )
+    nothing = describe(tokenizer, [])
+    return Attention(
+        source=describe(tokenizer, source_ids),
+        target=nothing,
+        read=nothing,
+        probabilities=np.zeros(0, dtype=np.float32),
+        encoder=_weights("encoder", outputs.attentions, len(source_ids), len(source_ids)),
+        decoder=_weights("decoder", (), 0, 0),
+        cross=_weights("cross", (), 0, len(source_ids)),
+    )
+
+
 def alignment(attention: Attention, layer: int | None = None) -> np.ndarray:
     """How much each target word looks at each source word, by the decoder's attention to the source.
 
@@ -171,10 +206,11 @@ def merge(weights: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> n
     return (by_row / by_row.sum(axis=0)).T @ weights @ by_column
 
 
-def _check_lengths(model: PreTrainedModel, source: int, target: int) -> None:
+def _check_lengths(model: PreTrainedModel, source: int, target: int | None) -> None:
     config = model.config
-    if not source or not target:
+    if source == 0 or target == 0:
         raise UserError("A text is empty; give a source and a target of at least one token each.")
+    target = target or 0
     if config.position_embedding_type == "learned" and max(source, target) > config.max_position_embeddings:
         raise UserError(
             f"A text has {max(source, target)} tokens, and the model has learned {config.max_position_embeddings} "

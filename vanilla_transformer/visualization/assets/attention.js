@@ -385,7 +385,8 @@ function buildDetailNodes() {
 
 document.getElementById("about").textContent =
   data.model + ": " + data.parts.map((part) => part.layers + " layers × " + part.heads + " heads (" + part.name + ")").join(", ") + ".";
-main.append(make("p", { class: "sentence", id: "source" }, data.sourceText), make("p", { class: "sentence", id: "target" }, data.targetText));
+main.append(make("p", { class: "sentence", id: "source" }, data.sourceText));
+if (data.target.tokens.length) main.append(make("p", { class: "sentence", id: "target" }, data.targetText));
 if (data.parts.length) buildAttention();
 
 let resizing;
