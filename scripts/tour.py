@@ -106,7 +106,7 @@ def scaling() -> tuple[list[Panel], dict[str, float]]:
     widths = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
     spread, largest = [], {"unscaled": [], "scaled": []}
     for width in widths:
-        queries, keys = generator.normal(size=(2, 500, 32, width))
+        queries, keys = generator.normal(size=(2, 200, 32, width))
         scores = np.einsum("nkd,nkd->nk", queries[:, :1].repeat(32, axis=1), keys)
         spread.append(float(scores.std()))
         for name, logits in (("unscaled", scores), ("scaled", scores / width**0.5)):

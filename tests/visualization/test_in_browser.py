@@ -1,7 +1,5 @@
 """The pages in a headless Chromium, by mouse and keyboard: what a person sees, and not what the file says."""
 
-import warnings
-
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
@@ -15,11 +13,7 @@ from vanilla_transformer.visualization.panels import picture_page
 from vanilla_transformer.visualization.runs import read_run, run_picture
 
 
-if CHROMIUM is None:
-    warnings.warn(
-        pytest.PytestWarning("No Chromium: the pages are not tested (Debian: apt install chromium)."), stacklevel=1
-    )
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="THE PAGES ARE NOT TESTED: there is no Chromium on the path")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
 
 
 @pytest.fixture(scope="module")
