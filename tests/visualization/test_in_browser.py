@@ -139,6 +139,32 @@ def test_tokens_are_merged_to_words(shown, found):
     np.testing.assert_allclose(shares, np.where(weights >= 0.005, 100 * weights, 0.0), atol=1.0)
 
 
+def test_heads_have_colours_of_their_own(shown):
+    def heads_drawn() -> list[int]:
+        return shown.evaluate("""(() => {
+            const canvas = document.querySelector(".pair canvas");
+            const points = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            const seen = new Set();
+            for (let i = 0; i < points.length; i += 4) seen.add(points.slice(i, i + 3).join());
+            const style = getComputedStyle(document.documentElement);
+            const parts = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)).join();
+            return [0, 1, 2].filter((head) => seen.has(parts(style.getPropertyValue("--c" + head).trim())));
+        })()""")
+
+    # As if every weight were 1, so that lines are opaque.
+    shown.evaluate("LEVELS.fill(1.0)")
+    shown.point('.tile[data-layer="1"][data-head="0"]', click=True)
+    assert heads_drawn() == []
+    shown.point("#colours", click=True)
+    assert texts(shown, "#heads-legend li") == ["head 1", "head 2", "head 3"]
+    assert texts(shown, "section:nth-of-type(2) h2") == ["Layer 2, mean of the heads"]
+    shown.point(".pair ol:first-child li:nth-child(2)", click=True)
+    assert heads_drawn() == [0, 1, 2]
+    shown.point("#colours", click=True)
+    assert texts(shown, "#heads-legend li") == []
+    assert heads_drawn() == []
+
+
 def test_alignment_is_drawn_from_the_least_weight_on(shown, found):
     weights = alignment(found[0])
     for step in (1, 4):

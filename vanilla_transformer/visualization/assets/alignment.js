@@ -23,7 +23,7 @@ function buildAlignment() {
     redraw();
   } });
   section("Word alignment", "A line joins a word of the translation with each source word that it looked at while it was written. Tokens are merged to words. "
-    + "Of most models the last layer but one aligns best. Point at a word to see its lines alone.",
+    + "Often the last layer but one aligns best (Garg et al., 2019). Point at a word to see its lines alone.",
     make("div", { class: "controls" }, layer, head, make("label", {}, "lines from", least, shown)), frame, list);
   redraw();
   onTheme(redraw);

@@ -11,7 +11,7 @@ for (const part of data.parts) {
   part.size = [data[part.rows].tokens.length, data[part.columns].tokens.length];
 }
 
-const state = { part: null, layer: 0, head: null, words: false, side: null, index: null, pinned: false };
+const state = { part: null, layer: 0, head: null, words: false, colours: false, side: null, index: null, pinned: false };
 
 function mergeWords(matrix, rowWords, columnWords) {
   const rows = rowWords[rowWords.length - 1] + 1;
@@ -123,6 +123,10 @@ const ROW = 22;
 function buildDetail() {
   const part = state.part;
   detail.matrix = weightsOf(part, state.layer, state.head, state.words);
+  detail.heads = state.colours && state.head === null
+    ? Array.from({ length: part.heads }, (_, head) => weightsOf(part, state.layer, head, state.words)) : null;
+  detail.legend.replaceChildren(...(detail.heads || []).map((_, head) => make("li", {}, draw("svg", { width: 20, height: 8, "aria-hidden": "true" },
+    draw("path", { d: "M0 4h20", stroke: headColour(head), "stroke-width": 4 })), "head " + (head + 1))));
   detail.title.textContent = "Layer " + (state.layer + 1) + ", " + headName(state.head);
   const names = { source: "source", target: "writes", read: "has read" };
   detail.titles.replaceChildren(make("span", {}, names[part.rows]), make("span"), make("span", {}, names[part.columns]));
@@ -138,8 +142,7 @@ function buildDetail() {
   drawDetail();
 }
 
-function looksOf(side, index) {
-  const { rows, columns, values } = detail.matrix;
+function looksOf(side, index, { rows, columns, values } = detail.matrix) {
   const looks = [];
   if (side === "row") for (let j = 0; j < columns; j++) looks.push([j, values[index * columns + j]]);
   else for (let i = 0; i < rows; i++) looks.push([i, values[i * columns + index]]);
@@ -179,8 +182,10 @@ function drawDetail() {
   if (detail.table.open) fillTable();
 }
 
+const headColour = (head) => "var(--c" + (head % 8) + ")";
+
 function drawLines() {
-  const { rows, columns, values } = detail.matrix;
+  const { rows, columns } = detail.matrix;
   const canvas = detail.canvas;
   const width = canvas.parentElement.clientWidth;
   const height = ROW * Math.max(rows, columns);
@@ -190,21 +195,30 @@ function drawLines() {
   canvas.style.height = height + "px";
   const context = canvas.getContext("2d");
   context.scale(ratio, ratio);
-  const colour = accent().join(",");
+  let shift = 0;
   const line = (i, j, weight, strength) => {
-    if (weight < 0.01) return;
-    context.strokeStyle = "rgba(" + colour + "," + Math.min(1, strength * weight) + ")";
+    if (weight < least) return;
+    context.globalAlpha = Math.min(1, strength * weight);
     context.lineWidth = 1 + 3 * weight;
+    const [y1, y2] = [(i + 0.5) * ROW + shift, (j + 0.5) * ROW + shift];
     context.beginPath();
-    context.moveTo(2, (i + 0.5) * ROW);
-    context.bezierCurveTo(width / 2, (i + 0.5) * ROW, width / 2, (j + 0.5) * ROW, width - 2, (j + 0.5) * ROW);
+    context.moveTo(2, y1);
+    context.bezierCurveTo(width / 2, y1, width / 2, y2, width - 2, y2);
     context.stroke();
   };
-  if (state.index === null)
-    for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) line(i, j, values[i * columns + j], 1);
-  else
-    for (const [at, weight] of looksOf(state.side, state.index))
-      state.side === "row" ? line(state.index, at, weight, 1.5) : line(at, state.index, weight, 1.5);
+  // Of many heads, what is weak is left out: nobody could see it.
+  const least = detail.heads ? 0.05 : 0.01;
+  (detail.heads || [detail.matrix]).forEach((matrix, head, all) => {
+    // Heads that look at the same token lie side by side.
+    shift = (head - (all.length - 1) / 2) * Math.min(4, (ROW - 6) / all.length);
+    context.strokeStyle = detail.heads
+      ? getComputedStyle(document.documentElement).getPropertyValue("--c" + (head % 8)) : "rgb(" + accent().join(",") + ")";
+    if (state.index === null)
+      for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) line(i, j, matrix.values[i * columns + j], 1);
+    else
+      for (const [at, weight] of looksOf(state.side, state.index, matrix))
+        state.side === "row" ? line(state.index, at, weight, 1.5) : line(at, state.index, weight, 1.5);
+  });
 }
 
 function buildMap() {
@@ -326,6 +340,11 @@ function buildAttention() {
     drawOverview();
     buildDetail();
   } });
+  const colours = make("input", { type: "checkbox", id: "colours", onchange: () => {
+    state.colours = colours.checked;
+    if (colours.checked) chooseHead(state.layer, null);
+    else buildDetail();
+  } });
   const chosen = () => chooseHead(Number(controls.layer.value), controls.head.value === "mean" ? null : Number(controls.head.value));
   let layerLabel, headLabel;
   [layerLabel, controls.layer] = choice("Layer", [], "", chosen);
@@ -336,6 +355,7 @@ function buildAttention() {
   section("All heads", "Each square is a head: a row for each position that looks, a column for each that is looked at. Choose one to see it below.",
     make("div", { class: "controls" }, make("fieldset", {}, make("legend", { class: "hidden" }, "Which attention"), ...radios), layerLabel, headLabel,
       make("label", {}, words, "merge tokens to words"),
+      make("label", {}, colours, "all heads in colours"),
       make("span", { class: "faint" }, "0 % ", make("span", { class: "scale", "aria-hidden": "true" }), " 100 %, shade ∝ √weight")),
     overview.node);
   buildDetailNodes();
@@ -356,13 +376,14 @@ function buildDetailNodes() {
   }
   detail.canvas = make("canvas", { "aria-hidden": "true" });
   detail.titles = make("div", { class: "titles", "aria-hidden": "true" });
+  detail.legend = make("ul", { class: "legend", id: "heads-legend" });
   detail.readout = make("p", { class: "readout", id: "readout" });
   detail.image = make("canvas", { role: "img", id: "matrix" });
   detail.columns = make("div", { class: "columns", "aria-hidden": "true" });
   detail.rows = make("div", { class: "rows", "aria-hidden": "true" });
   detail.map = make("div", { class: "map scroll" }, make("div", { class: "frame" }, detail.columns, detail.rows, detail.image));
   detail.table = make("details", { id: "strongest", ontoggle: () => detail.table.open && fillTable() }, make("summary", {}, "Strongest weights as a table"));
-  const node = section("", null, detail.readout,
+  const node = section("", null, detail.legend, detail.readout,
     make("div", { class: "views" },
       make("div", { class: "lines" }, detail.titles, make("div", { class: "pair" }, detail.lists.row, make("div", {}, detail.canvas), detail.lists.column)),
       detail.map),
