@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, MarianConfig, MarianMTModel
 
 from vanilla_transformer import VanillaTransformerTokenizer
 from vanilla_transformer.cli.options import parse
@@ -155,6 +155,18 @@ def test_layers_that_the_model_does_not_have(refused, run_folder, here):
     line = refused("visualize", "attention", "--model", run_folder, "--text", "a", "--head", "3")
     assert "--head is 3, and the cross attention has 2" in line
     assert not files(here)
+
+
+def test_models_of_other_classes_are_refused(refused, run_folder, here):
+    config = MarianConfig(
+        vocab_size=300, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=0, decoder_start_token_id=1,
+    )  # fmt: skip
+    MarianMTModel(config).save_pretrained(here / "marian")
+    AutoTokenizer.from_pretrained(run_folder).save_pretrained(here / "marian")
+    line = refused("visualize", "attention", "--model", "marian", "--text", "a")
+    assert "marian holds a MarianMTModel; give a model of this package" in line
+    assert "marian is a MarianConfig" in refused("visualize", "positions", "--model", "marian")
 
 
 @pytest.fixture

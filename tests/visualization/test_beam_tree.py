@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from vanilla_transformer.errors import UserError
 from vanilla_transformer.translation.arguments import SearchOptions
 from vanilla_transformer.translation.translator import Translator
 from vanilla_transformer.visualization.beam_tree import beam_tree
@@ -69,6 +70,13 @@ def test_rows_that_only_fill_up_the_beam_are_left_out(make_model, ids):
     tree = beam_tree(model, [3, 3, 2], options)
     assert all(math.isfinite(node.total) for node in tree.nodes)
     assert all(tree.nodes[node.parent].token != 2 for node in tree.nodes[1:])
+
+
+def test_a_damaged_model_finds_nothing(model, ids):
+    model.lm_head.weight.data.fill_(float("nan"))
+    for beams in (1, 4):
+        with pytest.raises(UserError, match="finds no translation"):
+            beam_tree(model, ids[0], SearchOptions(num_beams=beams, extra_length=0))
 
 
 def test_the_same_options_find_the_same(model, ids):

@@ -67,6 +67,14 @@ def test_nothing_lies_beyond_an_unknown_training_length():
     assert not any(title.startswith("Beyond") for title in titles)
 
 
+def test_an_odd_width_has_no_sinusoids():
+    config = VanillaTransformerConfig(
+        d_model=15, encoder_attention_heads=1, decoder_attention_heads=1, position_embedding_type="learned"
+    )
+    with pytest.raises(UserError, match="width is 15"):
+        positions_picture(config, learned=np.ones((8, 15)))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

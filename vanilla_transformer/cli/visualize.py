@@ -209,6 +209,8 @@ def _positions(options: PositionsOptions) -> None:
     else:
         translator = _translator(options)
         config, name = translator.model.config, _name(options.model)
+        if not isinstance(config, VanillaTransformerConfig):
+            raise UserError(f"{options.model} is a {type(config).__name__}; give a model of this package.")
         trained = trained or translator.max_source_tokens
         if getattr(config, "position_embedding_type", None) == "learned":
             learned = translator.model.get_encoder().embed_positions.weight.detach().double().cpu().numpy()

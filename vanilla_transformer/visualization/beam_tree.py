@@ -1,11 +1,13 @@
 """The tree of a beam search: every hypothesis that went on, every token's probability, and what was found."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.translation.arguments import SearchOptions
 from vanilla_transformer.translation.backends import special_tokens_of
@@ -147,11 +149,19 @@ def beam_tree(
 
     Returns:
         The tree.
+
+    Raises:
+        UserError: There is no translation, as of a damaged model.
     """
     special_tokens = special_tokens_of(model.generation_config)
     decoder = RecordingDecoder(PlainDecoder(model), special_tokens.ends, options)
     input_ids = torch.tensor([list(source_ids)], device=model.device)
     (found,) = search(decoder, input_ids, torch.ones_like(input_ids), special_tokens, options)
+    if not found or not math.isfinite(found[0].log_prob):
+        raise UserError(
+            "The model finds no translation: its weights are not finite, or too many tokens are banned; repair one or "
+            "the other."
+        )
     return decoder.tree(found)
 
 

@@ -83,6 +83,8 @@ def positions_picture(
     """
     if not 2 <= length <= MOST_POSITIONS:
         raise UserError(f"--length is {length}; it must be at least 2 and at most {MOST_POSITIONS}.")
+    if config.d_model % 2:
+        raise UserError(f"The model's width is {config.d_model}; sinusoids, which come in pairs, need an even one.")
     if not -length < shift < length:
         raise UserError(f"--shift is {shift}; it must lie between the positions, {1 - length} to {length - 1}.")
     table = sinusoids(config, length)
