@@ -100,7 +100,7 @@ def test_every_command_parses(call):
         return
     module = import_module(f"vanilla_transformer.cli.{verb}")
     options = parse(module.OPTIONS, arguments, prog=verb, summary="")
-    assert isinstance(options, module.OPTIONS)
+    assert isinstance(options, module.OPTIONS[arguments[0]] if isinstance(module.OPTIONS, dict) else module.OPTIONS)
 
 
 def test_both_commands_of_the_set_up_use_the_constraints_and_what_they_install():

@@ -24,6 +24,7 @@ VERBS = {
     "translate": "translate arguments, a file or standard input",
     "evaluate": "translate a test set and score it with BLEU and chrF",
     "score": "score a file of translations with BLEU and chrF",
+    "visualize": "show attention, positions, the learning rate, runs or a vocabulary, as a page or a figure",
     "publish": "publish a model on the Hugging Face Hub, with its card and its code",
 }
 
