@@ -141,7 +141,7 @@ def test_everything_has_help(call, what):
         (["run", "nosuch", "--follow", "0"], 1, "--follow is 0.0;"),
         (["tokenizer", "--model", "m"], 1, "No text was given"),
         (["tokenizer", "--model", "nosuch", "--text", "a"], 1, "There is no folder nosuch;"),
-        (["tokenizer", "--model", ".", "--text", "a"], 1, "No vocabulary can be loaded from ."),
+        (["tokenizer", "--model", ".", "--text", "a"], 1, "The tokenizer in . cannot be loaded"),
         (["tokenizer", "--model", ".", "--files", "nosuch", "nosuch"], 1, "nosuch cannot be read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

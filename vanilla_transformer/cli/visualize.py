@@ -17,7 +17,9 @@ from .files import check_output_file, read_lines, write_lines
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
+    from transformers import PreTrainedTokenizerBase
 
+    from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
     from vanilla_transformer.translation.translator import Translator
     from vanilla_transformer.visualization.attention import Attention
     from vanilla_transformer.visualization.beam_tree import BeamTree
@@ -145,15 +147,14 @@ def _attention(options: AttentionOptions) -> None:
                 raise UserError(f"{name} is empty; give a text of at least one word.")
     for name in ("layer", "head"):
         check_at_least(name, getattr(options, name), 1)
-    translator = _translator(options)
-    attention, tree = _attention_and_tree(options, translator)
+    attention, tokenizer, tree = _attention_and_tree(options)
     part = options.attention or ("cross" if len(attention.target) else "encoder")
     _check_choice(options, part, attention.parts[part][0].shape)
     from vanilla_transformer.visualization.attention_page import attention_page
 
     page = attention_page(
         attention,
-        translator.tokenizer,
+        tokenizer,
         model_name=_name(options.model),
         tree=tree,
         target_is_given=options.target is not None,
@@ -168,28 +169,56 @@ def _attention(options: AttentionOptions) -> None:
     _write(options.output, page=lambda: page, figure=figure, arrays=attention.arrays)
 
 
-def _attention_and_tree(options: AttentionOptions, translator: "Translator") -> "tuple[Attention, BeamTree | None]":
+def _attention_and_tree(
+    options: AttentionOptions,
+) -> "tuple[Attention, PreTrainedTokenizerBase, BeamTree | None]":
     """Weights of the text with its translation, and the search for it; of an encoder alone where that was trained."""
-    from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
-    from vanilla_transformer.visualization.attention import attention_of, encoder_attention_of
+    check_model_id(options.model)
+    from .session import start
+
+    start()
+    from vanilla_transformer.configuration_vanilla_transformer import VanillaTransformerConfig
+    from vanilla_transformer.loading import load_config
+    from vanilla_transformer.visualization.attention import attention_of
     from vanilla_transformer.visualization.beam_tree import beam_tree
 
-    model, tokenizer = translator.model, translator.tokenizer
-    # What was saved: a head's weights load into a translation model, whose other weights are then random.
-    saved = (model.config.architectures or [type(model).__name__])[0]
-    if not isinstance(model, VanillaTransformerForConditionalGeneration) or saved == "VanillaTransformerForCausalLM":
+    config = load_config(options.model)
+    if not isinstance(config, VanillaTransformerConfig) or config.is_decoder:
+        saved = (config.architectures or [type(config).__name__])[0]
         raise UserError(f"{options.model} holds a {saved}; give a model of this package that has an encoder.")
+    if not config.is_encoder_decoder:
+        return *_encoder_alone(options, config), None
+    translator = _translator(options)
+    model, tokenizer = translator.model, translator.tokenizer
     source = tokenizer(options.text.strip(), verbose=False)["input_ids"]
-    if saved not in ("VanillaTransformerForConditionalGeneration", "VanillaTransformerModel"):
-        if options.target is not None:
-            raise UserError(f"{options.model} holds a {saved}, which has no decoder; leave --target out.")
-        return encoder_attention_of(model, tokenizer, source), None
     search = translator.options
     tree = beam_tree(model, source, replace(search, num_hypotheses=search.num_beams))
     target = tree.hypotheses[0].tokens
     if options.target is not None:
         target = tokenizer(text_target=options.target.strip(), verbose=False)["input_ids"]
-    return attention_of(model, tokenizer, source, target), tree
+    return attention_of(model, tokenizer, source, target), tokenizer, tree
+
+
+def _encoder_alone(
+    options: AttentionOptions, config: "VanillaTransformerConfig"
+) -> "tuple[Attention, PreTrainedTokenizerBase]":
+    """Weights of a text in a model that has an encoder and no decoder, such as a classifier."""
+    from vanilla_transformer.loading import load_tokenizer
+    from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerEncoderModel
+    from vanilla_transformer.visualization.attention import encoder_attention_of
+
+    if options.target is not None:
+        saved = (config.architectures or ["model"])[0]
+        raise UserError(f"{options.model} holds a {saved}, which has no decoder; leave --target out.")
+    if options.device not in (None, "cpu"):
+        raise UserError(f"--device is {options.device}, but an encoder alone is computed on cpu; leave --device out.")
+    tokenizer = load_tokenizer(options.model)
+    model = VanillaTransformerEncoderModel.from_pretrained(
+        options.model, local_files_only=Path(options.model).is_dir(), use_safetensors=True
+    ).eval()
+    return encoder_attention_of(
+        model, tokenizer, tokenizer(options.text.strip(), verbose=False)["input_ids"]
+    ), tokenizer
 
 
 def _positions(options: PositionsOptions) -> None:
@@ -287,20 +316,15 @@ def _translator(options: AttentionOptions | PositionsOptions) -> "Translator":
     )
 
 
-def _load_tokenizer(name: str):
-    folder = Path(name)
-    if not folder.is_dir():
+def _load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    if not Path(name).is_dir():
         check_model_id(name)
-    from transformers import AutoTokenizer
+    from vanilla_transformer.loading import load_tokenizer
 
     from .session import start
 
     start()
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=folder.is_dir())
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"No vocabulary can be loaded from {name} ({reason}); give the folder of one.") from error
+    return load_tokenizer(name)
 
 
 def _chosen(options: AttentionOptions) -> dict[str, int | None]:
