@@ -61,7 +61,8 @@ class Translator:
     Fast decoders read the model's weights where that gives what the model itself would compute. A model with adapters,
     hooks, quantised or replaced layers, offloaded weights or active dropout is called as it is, by the same search; a
     warning in the log says why. Each call takes in changes of the model since the last one: other adapters, other
-    layers, edited weights. It cannot notice edits past torch, through `.data` or NumPy, of a few rows of a matrix.
+    layers, edited weights. It cannot notice edits past torch,
+    through `.data` or NumPy, of a few rows of a matrix, and methods that are replaced in a class.
 
     Args:
         model: A translation model, which may be in the wrapper of `torch.compile` or of PEFT; used as it is, on its
