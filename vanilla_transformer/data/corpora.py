@@ -19,6 +19,10 @@ from vanilla_transformer.errors import UserError
 from .utf8 import BEGINNING, NUL, check_beginning
 
 
+# How many pairs of a text its languages are told by.
+_COMPARED_PAIRS = 2000
+
+
 @dataclass(slots=True)
 class Rejections:
     """Pairs that cannot be used: refused with an error, or dropped, counted and shown by example.
@@ -300,21 +304,20 @@ class ParallelText(FileSource):
         return None
 
 
-def check_language_order(train: PairSource, valid: PairSource, *, num_pairs: int = 2000) -> None:
+def check_language_order(train: PairSource, valid: PairSource) -> None:
     """Refuse training and validation text whose languages stand in opposite order.
 
-    Compares the words of each side: the training source must look more like the validation source than like the
+    Compares the words of the first pairs: the training source must look more like the validation source than like the
     validation target. Text of which this cannot be said (the same language on both sides, say) passes.
 
     Args:
         train: Training pairs.
         valid: Validation pairs.
-        num_pairs: How many pairs of each are looked at.
 
     Raises:
         UserError: Each side of one looks like the other side of the other.
     """
-    train_sides, valid_sides = (_word_frequencies(text, num_pairs) for text in (train, valid))
+    train_sides, valid_sides = (_word_frequencies(text) for text in (train, valid))
     straight = [_overlap(train_sides[side], valid_sides[side]) for side in (0, 1)]
     crossed = [_overlap(train_sides[side], valid_sides[1 - side]) for side in (0, 1)]
     if all(cross > 1.5 * same for cross, same in zip(crossed, straight, strict=True)):
@@ -388,10 +391,10 @@ def _count_lines(path: Path) -> int:
     return count + (last != b"\n")
 
 
-def _word_frequencies(text: PairSource, num_pairs: int) -> tuple[Counter[str], Counter[str]]:
+def _word_frequencies(text: PairSource) -> tuple[Counter[str], Counter[str]]:
     """Relative frequencies of the words of both sides of the first pairs."""
     counts = (Counter(), Counter())
-    for _, *sides in islice(text.pairs(Rejections("drop")), num_pairs):
+    for _, *sides in islice(text.pairs(Rejections("drop")), _COMPARED_PAIRS):
         for counter, side in zip(counts, sides, strict=True):
             # Scripts without spaces are compared by character.
             words = re.findall(r"\w+", side.lower())
