@@ -1,7 +1,6 @@
 """Parallel text from files, with checks that name the file and the line."""
 
 import gzip
-import hashlib
 import re
 import stat
 import zlib
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import describe
 
 from .utf8 import BEGINNING, NUL, check_beginning
 
@@ -169,8 +169,7 @@ class FileSource(PairSource):
     def digests(self) -> Iterator[bytes]:
         """SHA-256 of each file."""
         for path in self.files:
-            with path.open("rb") as file:
-                yield hashlib.file_digest(file, "sha256").digest()
+            yield bytes.fromhex(describe(path, "sha256")["sha256"])
 
     def check_files(self) -> None:
         """Refuse files that are missing, folders, pipes or unreadable.
