@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from filelock import lock_descriptor
-
 
 # States size and digest of every other file of its folder.
 MANIFEST = "manifest.json"
@@ -111,6 +109,9 @@ def lock(descriptor: int, path: Path) -> bool:
     Raises:
         OSError: The file system has no such locks.
     """
+    # Not needed by most commands, and as slow to import as all that they need before they read their options.
+    from filelock import lock_descriptor
+
     if not lock_descriptor(descriptor, blocking=False):
         return False
     try:
