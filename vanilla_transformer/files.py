@@ -109,7 +109,7 @@ def lock(descriptor: int, path: Path) -> bool:
     Raises:
         OSError: The file system has no such locks.
     """
-    # Not needed by most commands, and as slow to import as all that they need before they read their options.
+    # Imported here, because the command line answers --help and mistyped options without libraries.
     from filelock import lock_descriptor
 
     if not lock_descriptor(descriptor, blocking=False):
