@@ -34,7 +34,7 @@ def test_running_out_of_memory_names_the_batch_and_the_option(make_options, tmp_
     expected = (
         rf"Out of memory in update 1, on a batch of {len(first)} pairs with up to "
         rf"{max(corpus.source_lengths[first])} source and {max(corpus.target_lengths[first])} target tokens; "
-        r"lower --tokens_per_batch \(it is 160\)"
+        r"lower `tokens_per_batch` \(it is 160\)"
     )
     failing = mock.patch.object(SmoothedTranslationLoss, "forward", side_effect=error)
     with failing, pytest.raises(UserError, match=expected) as raised:
@@ -58,7 +58,7 @@ def test_memory_that_a_processor_refuses_is_named_wherever_it_is_asked_for(make_
         run.model.model.register_forward_pre_hook(allocate_more_than_there_is)
     where = {"backward": "update 1", "optimiser": "the optimiser's part of update 1"}
     expected = rf"^Out of memory in {where.get(place, 'the validation of update 0')}, on a batch of \d+ pairs with .*"
-    with pytest.raises(UserError, match=expected + "lower --tokens_per_batch") as raised:
+    with pytest.raises(UserError, match=expected + "lower `tokens_per_batch`") as raised:
         run.validation(0) if place == "validation" else run.step(run.batches.updates(0)[0], 1)
     assert "DefaultCPUAllocator" in str(raised.value.__cause__)
 

@@ -513,7 +513,7 @@ def test_what_cpp_would_trust_in_is_refused(scrambled):
             decoder.select(state, torch.tensor(sentences, dtype=torch.long), torch.tensor(rows, dtype=torch.long))
     assert decoder.step(state, torch.tensor([1, 1], dtype=torch.int32)).isfinite().all()
     model.config.decoder_ffn_dim += 1
-    with pytest.raises(ValueError, match="other sizes than its configuration says"):
+    with pytest.raises(ValueError, match="do not have the sizes of its configuration"):
         NativeDecoder(model, precision="float32")
 
 
