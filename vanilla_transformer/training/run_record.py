@@ -76,7 +76,7 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
     partial = folder / "partial-run.json"
-    # Bytes of file names that are not UTF-8 are escaped.
+    # Bytes of a file's name that are not UTF-8 stay escaped.
     content = json.dumps(record, indent=2, ensure_ascii=False)
     partial.write_text(content, encoding="utf-8", errors="backslashreplace")
     partial.replace(folder / "run.json")

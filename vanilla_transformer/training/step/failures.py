@@ -55,7 +55,7 @@ def naming_disk(what: str, folder: Path, checkpoints: Path):
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
         remedy = (
-            "what was saved before is intact: make room, then resume the run"
+            "what was saved before is intact: make room, then use `resume`"
             if list_checkpoints(checkpoints)
             else "nothing was saved before: make room, then start again"
         )

@@ -14,7 +14,7 @@ from vanilla_transformer.signals import stopping_signals
 from vanilla_transformer.training.options import TrainingOptions
 
 
-# A reason to stop, like the numbers of the signals that are caught.
+# A reason to stop beside the numbers of the signals that are caught.
 OUT_OF_TIME = -1
 # Variables in which launchers give the number of processes, in the order in which Accelerate reads them.
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
