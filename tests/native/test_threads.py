@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vanilla_transformer.native import threads
+from vanilla_transformer.native.library import Outcome
 from vanilla_transformer.native.threads import TensorPointer, check, run_in_threads
 
 
@@ -28,11 +29,11 @@ def test_other_threads_are_waited_for_however_often_that_is_interrupted(monkeypa
     def work(start: int, end: int) -> int:
         if start == 0:
             begun.wait()
-            return threads.DONE
+            return Outcome.DONE
         begun.set()
         leave.wait()
         finished.append(start)
-        return threads.DONE
+        return Outcome.DONE
 
     wait, interruptions = threads.wait, []
 
@@ -61,11 +62,11 @@ def test_a_call_keeps_its_tensors_alive(monkeypatch):
     def work(tensor: torch.Tensor, start: int, end: int) -> int:
         if start == 0:
             begun.wait()
-            return threads.DONE
+            return Outcome.DONE
         begun.set()
         leave.wait()
         seen.append(tensor.sum().item())
-        return threads.DONE
+        return Outcome.DONE
 
     def call() -> weakref.ref:
         tensor = torch.ones(7)
@@ -75,7 +76,7 @@ def test_a_call_keeps_its_tensors_alive(monkeypatch):
     futures = []
     monkeypatch.setattr(threads, "_wait", futures.extend)
     monkeypatch.setattr(threads, "check", lambda *_: None)
-    monkeypatch.setattr(threads.Future, "result", lambda self: threads.DONE)
+    monkeypatch.setattr(threads.Future, "result", lambda self: Outcome.DONE)
     try:
         tensor = call()
         gc.collect()
@@ -98,8 +99,8 @@ def test_tensors_are_addresses_in_cpp():
 
 
 def test_outcomes_that_are_no_success_are_errors():
-    check(threads.DONE, threads.DONE)
+    check(Outcome.DONE, Outcome.DONE)
     with pytest.raises(MemoryError, match="no memory left"):
-        check(threads.DONE, threads.NO_MEMORY)
+        check(Outcome.DONE, Outcome.NO_MEMORY)
     with pytest.raises(RuntimeError, match="failed with status 3"):
-        check(threads.DONE, threads.FAILED)
+        check(Outcome.DONE, Outcome.FAILED)

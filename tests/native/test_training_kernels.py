@@ -238,7 +238,7 @@ def test_what_cpp_would_trust_in_is_refused():
         (joined[:1], memory[:1], kernels.Sentences(starts, starts)),
         (joined[:1], memory[:1], kernels.Sentences(starts.int(), torch.tensor([0, 21]))),
     ):
-        with pytest.raises(ValueError, match=r"^(There is no attention in C\+\+ for|Sentences begin at)"):
+        with pytest.raises(ValueError, match=r"^(There is no attention in C\+\+ for|Sentences start at)"):
             kernels.ShortAttention.apply(*arguments, 3, 32, 0.25)
     numbers, weight = torch.zeros(4, 32, dtype=torch.bfloat16), torch.ones(32)
     assert not kernels.can_add_and_norm(numbers, numbers[:1], weight)

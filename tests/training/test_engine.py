@@ -263,7 +263,7 @@ def test_a_process_trains_again_with_another_precision(make_options, tmp_path):
     train_anew(make_options(tmp_path / "float32", max_updates=1))
     train(make_options(tmp_path / "bfloat16", max_updates=1, mixed_precision="bf16"))
     Accelerator(cpu=True, mixed_precision="bf16")
-    with pytest.raises(UserError, match=r"--mixed_precision is no, but this process has an Accelerator with bf16"):
+    with pytest.raises(UserError, match=r"`mixed_precision` is no, but this process has an Accelerator with bf16"):
         train(make_options(tmp_path / "again", max_updates=1))
     # What was there before stays.
     train(make_options(tmp_path / "lent", max_updates=1, mixed_precision="bf16"))

@@ -34,7 +34,7 @@ def test_running_out_of_memory_names_the_batch_and_the_option(make_options, tmp_
     expected = (
         rf"Out of memory in update 1, on a batch of {len(first)} pairs with up to "
         rf"{max(corpus.source_lengths[first])} source and {max(corpus.target_lengths[first])} target tokens; "
-        r"lower --tokens_per_batch \(it is 160\)"
+        r"lower `tokens_per_batch` \(it is 160\)"
     )
     failing = mock.patch.object(SmoothedTranslationLoss, "forward", side_effect=error)
     with failing, pytest.raises(UserError, match=expected) as raised:
@@ -58,7 +58,7 @@ def test_memory_that_a_processor_refuses_is_named_wherever_it_is_asked_for(make_
         run.model.model.register_forward_pre_hook(allocate_more_than_there_is)
     where = {"backward": "update 1", "optimiser": "the optimiser's part of update 1"}
     expected = rf"^Out of memory in {where.get(place, 'the validation of update 0')}, on a batch of \d+ pairs with .*"
-    with pytest.raises(UserError, match=expected + "lower --tokens_per_batch") as raised:
+    with pytest.raises(UserError, match=expected + "lower `tokens_per_batch`") as raised:
         run.validation(0) if place == "validation" else run.step(run.batches.updates(0)[0], 1)
     assert "DefaultCPUAllocator" in str(raised.value.__cause__)
 
@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_move(make_options,
     checkpoint = tmp_path / "checkpoints" / "update-00000004"
     expected = (
         rf"^In update 6 the loss is infinite or not a number, on pairs {named} \(lines {lines} of .*train\.en and "
-        rf".*train\.de\); the last sound checkpoint is {checkpoint}, from which a new run may start with --init_from"
+        rf".*train\.de\); the last sound checkpoint is {checkpoint}, from which a new run may start with `init_from`"
     )
     with poisoned(6, math.nan) as after, pytest.raises(UserError, match=expected):
         train_anew(options)
@@ -223,7 +223,7 @@ def test_a_full_disk_is_named_and_spares_what_was_saved(make_options, tmp_path, 
         train_anew(options)
     assert raised.value.__cause__ is not None
     # There is no run yet, so that it may be started.
-    with fail_in(8), pytest.raises(UserError, match=rf"of update 8 cannot be .*{reason}.* use --resume\."):
+    with fail_in(8), pytest.raises(UserError, match=rf"of update 8 cannot be .*{reason}.* use `resume`\."):
         train_anew(options)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000004"]
     assert train_anew(replace(options, resume=True)).updates == MAX_UPDATES
@@ -239,7 +239,7 @@ def test_a_result_that_cannot_be_written_can_be_made_later(make_options, tmp_pat
         with small_files(8192):
             original(*arguments, **options)
 
-    message = r"The model cannot be written to .*File too large.* use --resume\."
+    message = r"The model cannot be written to .*File too large.* use `resume`\."
     with mock.patch.object(result, "average_checkpoints", average), pytest.raises(UserError, match=message):
         train_anew(options)
     assert not (tmp_path / "model.safetensors").exists()

@@ -48,7 +48,9 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_with_a_message(best_run
 def test_without_a_sound_best_checkpoint_the_model_stays_as_it_was(best_run):
     options, _ = best_run(keep_best=1)
     before = weights_of(options.output_dir)
-    with pytest.raises(UserError, match=r"that --result best may take is damaged; use --resume with another --result"):
+    with pytest.raises(
+        UserError, match=r"that a `result` of best may take is damaged; resume the run with another `result`"
+    ):
         train_anew(replace(options, resume=True))
     assert weights_of(options.output_dir) == before
     # The run that failed has no result; the model is that of the first.

@@ -1,17 +1,19 @@
-// The Transformer of Vaswani et al. (2017), decoding: one call encodes a batch, one call makes a step of all layers.
+// Decoding with the Transformer of Vaswani et al. (2017): one call encodes a batch, one call takes a step through all
+// layers of the decoder.
 //
-// Sentences lie behind each other without padding. Nothing is copied when a search reorders its hypotheses: each row
-// has a table of the rows that wrote its past positions.
+// The sentences of a batch are packed, without padding. A row is a hypothesis. Reordering the rows copies no keys and
+// values: each row has a list of the rows that wrote its past positions.
 
+#include <cstddef>
 #include <memory>
 
 #include "prepacked_products.h"
 
 namespace {
 
-// Rows that go through all layers together, so that what lies between two products stays in the cache.
+// Rows that go through all layers together, so that activations stay in the cache.
 constexpr int64_t GROUP = 256;
-// Outputs of the last product that are scored together, for the same reason.
+// Logits of the last product that are scored together, for the same reason.
 constexpr int64_t CHUNK = 512;
 
 struct Norm {
@@ -19,7 +21,7 @@ struct Norm {
     int64_t width;
     float epsilon;
 
-    // In place.
+    // Layer normalisation of one row, in place.
     void apply(float* x) const {
         Floats total = {};
         for (int64_t i = 0; i < width; i += WIDTH) total += load(x + i);
@@ -35,6 +37,7 @@ struct Norm {
     }
 };
 
+// Number of heads, and elements of a key and of a value in each.
 struct Widths {
     int64_t heads, key, value;
     int64_t keys() const { return heads * key; }
@@ -42,7 +45,7 @@ struct Widths {
     int64_t joined() const { return keys() + values(); }
 };
 
-// One query row attends to `count` positions, whose keys and then values start at what `at(position)` returns.
+// One query row attends to `count` positions; `at(position)` points to the position's keys, which its values follow.
 template <typename T, typename At>
 void attend(const Widths& widths, const float* query, int64_t count, At at, float* out) {
     static thread_local Buffer<float> all_scores;
@@ -74,8 +77,8 @@ void attend(const Widths& widths, const float* query, int64_t count, At at, floa
     }
 }
 
-// Reads the model's tensors in the order that `tensors_of` in native.py has, and checks that each has as many numbers
-// as are read of it.
+// Reads the model's tensors in the order of `tensors_of` in incremental_decoder.py, and checks the number of elements of
+// each.
 struct Reader {
     const float* const* next;
     const int64_t* sizes;
@@ -96,13 +99,13 @@ struct Reader {
     }
 
     Matrix matrix(int64_t inputs, std::vector<int64_t> outputs) {
-        std::vector<std::pair<const float*, int64_t>> parts;
+        std::vector<std::pair<const float*, int64_t>> matrices;
         std::vector<const float*> biases;
         for (int64_t count : outputs) {
-            parts.emplace_back(needed(product(inputs, count)), count);
+            matrices.emplace_back(needed(product(inputs, count)), count);
             biases.push_back(take(count));
         }
-        return Matrix(precision, inputs, parts, biases);
+        return Matrix(precision, inputs, matrices, biases);
     }
 
     Norm norm(int64_t width) {
@@ -111,12 +114,14 @@ struct Reader {
     }
 };
 
+// Sizes of the model; `_Dimensions` of incremental_decoder.py has the same layout.
 struct Dimensions {
     int64_t precision, model, encoder_layers, decoder_layers, encoder_ffn, decoder_ffn, source_vocabulary, vocabulary,
         pre_norm;
     Widths encoder, decoder;
 };
 
+// A thread's activations of a group of rows.
 struct Work {
     Buffer<float> hidden, normed, joined, outputs, inner;
 };
@@ -164,7 +169,7 @@ struct Stack {
             store(out + i, load(embeddings + token * width + i) * scale + load(position + i));
     }
 
-    // A sub-layer's input.
+    // A sub-layer's input: the hidden states, normalised if the model is pre-norm.
     const float* before(const Norm& norm, Work& work, int64_t count) const {
         if (!pre_norm) return work.hidden.data;
         float* normed = work.normed.reserve(product(count, width));
@@ -214,7 +219,7 @@ Work& work() {
     return mine;
 }
 
-// The best `count` of the numbers that it is shown, largest first, equal ones in order of appearance.
+// The largest `count` of the values offered, largest first, equal ones in the order in which they were offered.
 struct Best {
     float* values;
     int64_t* ids;
@@ -234,19 +239,20 @@ struct Best {
     }
 };
 
+// The hypotheses of a search: `beams` rows for each sentence that is left.
 struct State {
     const Model& model;
     int64_t beams = 1, length = 0;
-    std::vector<int64_t> sentences;  // of the rows that are left, in order
-    std::vector<int64_t> offsets;    // of each sentence's first token
-    Buffer<char> source;             // keys and values, [layers, tokens, joined]
+    std::vector<int64_t> sentences;  // indices of the sentences that are left, in the order of the rows
+    std::vector<int64_t> offsets;    // index of each sentence's first token, and of the end
+    Buffer<char> source;             // keys and values of the source [layers, tokens, joined]
     struct Past {
-        Buffer<char> cache;  // [layers, rows, joined]
+        Buffer<char> cache;  // keys and values [layers, rows, joined]
         int64_t rows;
     };
-    std::vector<Past> past;                // of each target position
-    std::vector<std::vector<int32_t>> ancestors;  // of each row: the row that wrote each position
-    bool whole = true;                            // no step failed half way
+    std::vector<Past> past;                       // one for each target position
+    std::vector<std::vector<int32_t>> ancestors;  // for each row, the row that wrote each of its positions
+    bool whole = true;                            // no step has failed half-way
 
     State(const Model& model, const int64_t* offsets, int64_t count)
         : model(model), offsets(offsets, offsets + count + 1), ancestors(count) {
@@ -272,7 +278,7 @@ struct State {
         source.reserve(product(of.decoder_layers, tokens, joined, sizeof(T)));
         int64_t count = offsets.size() - 1;
         for (int64_t first = 0, last; first < count; first = last) {
-            // As many sentences as fit a group, at least one.
+            // As many sentences as fit into a group, at least one.
             last = first + 1;
             while (last < count && offsets[last + 1] - offsets[first] <= GROUP) last++;
             encode<T>(ids, positions, first, last);
@@ -315,7 +321,7 @@ struct State {
         }
     }
 
-    // Take a step with all rows, and hand the hidden states of each group of rows to `finish(first row, count, states)`.
+    // Take a step with all rows, and pass the hidden states of each group to `finish(first row, count, states)`.
     template <typename T, typename Finish>
     void step(const int64_t* tokens, const float* position, Finish finish) {
         const Dimensions& of = model.of;
@@ -387,8 +393,8 @@ struct State {
         whole = true;
     }
 
-    // The best tokens of each of some rows with their log-probabilities, which are no numbers where one of the row's
-    // logits is none.
+    // The likeliest tokens of each row with their log-probabilities, or with their logits unless `with_sums`. If a logit
+    // of a row is NaN, so are all of its values.
     void score(const float* hidden, int64_t rows, const int64_t* banned, int64_t num_banned, int64_t best_count,
                bool with_sums, float* values, int64_t* ids) {
         static thread_local Buffer<float> logits, sums, bounds;
@@ -431,7 +437,7 @@ struct State {
         }
     }
 
-    // Or is no number.
+    // Whether a value is above the bound, or NaN.
     static bool any_above(Floats values, float bound) {
 #ifdef __AVX512F__
         return _mm512_cmp_ps_mask((__m512)values, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
@@ -452,7 +458,7 @@ struct State {
         for (int64_t i = 0; i < num_rows; i++) selected.push_back(ancestors[rows[i]]);
         std::vector<int64_t> left;
         for (int64_t i = 0; i < after; i++) left.push_back(sentences[kept ? kept[i] : i]);
-        // Nothing changes where there is no memory.
+        // All allocations are done: running out of memory leaves the state as it was.
         ancestors.swap(selected), sentences.swap(left);
         beams = num_rows / after;
     }
@@ -474,21 +480,25 @@ extern "C" {
 
 int supports_precision(int64_t precision) { return supports(precision); }
 
-// What Python has as well, in its order, after the number of values.
+// The constants that Python also defines, in its order, after their number; library.py compares them.
 const int64_t* shared_constants() {
     static const int64_t table[] = {
-        10, WIDTH, FLOAT32, BFLOAT16, INT8, sizeof(Dimensions) / sizeof(int64_t), DONE, UNKNOWN_TOKEN, NO_MEMORY, FAILED,
-        BAD_ARGUMENT,
+        25, WIDTH, FLOAT32, BFLOAT16, INT8, DONE, UNKNOWN_TOKEN, NO_MEMORY, FAILED, BAD_ARGUMENT,
+        offsetof(Dimensions, precision), offsetof(Dimensions, model), offsetof(Dimensions, encoder_layers),
+        offsetof(Dimensions, decoder_layers), offsetof(Dimensions, encoder_ffn), offsetof(Dimensions, decoder_ffn),
+        offsetof(Dimensions, source_vocabulary), offsetof(Dimensions, vocabulary), offsetof(Dimensions, pre_norm),
+        offsetof(Dimensions, encoder.heads), offsetof(Dimensions, encoder.key), offsetof(Dimensions, encoder.value),
+        offsetof(Dimensions, decoder.heads), offsetof(Dimensions, decoder.key), offsetof(Dimensions, decoder.value),
+        sizeof(Dimensions),
     };
-    static_assert(sizeof table == 11 * sizeof *table);
+    static_assert(sizeof table == 26 * sizeof *table);
     return table;
 }
 
-int new_model(const int64_t* dimensions, const float* scales, float epsilon, const float* const* tensors,
+int new_model(const Dimensions* dimensions, const float* scales, float epsilon, const float* const* tensors,
               const int64_t* sizes, int64_t num_tensors, Model** made) {
     return guarded([&] {
-        Dimensions of;
-        memcpy(&of, dimensions, sizeof of);
+        Dimensions of = *dimensions;
         if (!supports(of.precision)) throw std::invalid_argument("the precision");
         *made = new Model(Reader{tensors, sizes, num_tensors, static_cast<Precision>(of.precision), epsilon}, of, scales);
     });

@@ -1,7 +1,7 @@
-"""The decoder in C++: a step of all layers is one call, and reordering hypotheses copies nothing.
+"""The decoder in C++: one call takes a step through all layers, and reordering hypotheses copies no keys and values.
 
-It is compiled when it is first used, by the C++ compiler that is found, and kept in the user's cache. Where there is
-no compiler, or a processor without the instructions, `translation/decoders/torch_packed.py` has the same in torch.
+`library.py` compiles it when it is first used. Without a compiler, or on a processor without the instructions,
+`translation/decoders/torch_packed.py` does the same in torch.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from torch import nn
 
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 from vanilla_transformer.native import library
+from vanilla_transformer.native.library import Outcome
 
 
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -25,20 +26,29 @@ _PRECISIONS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _SOURCES = tuple(
     Path(__file__).parent / name for name in ("incremental_decoder.cpp", "prepacked_products.h", "simd.h")
 )
-# What calls return; `Outcome` of simd.h.
-_DONE, _UNKNOWN_TOKEN, _NO_MEMORY, _FAILED, _BAD_ARGUMENT = range(5)
-# Entries of `Dimensions` in the C++ file.
-_NUM_DIMENSIONS = 15
-# Numbers that are worked on together.
+# Elements of a SIMD vector.
 _WIDTH = 16
 
 
+class _Dimensions(ctypes.Structure):
+    """`Dimensions` of the C++ file."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "precision", "model", "encoder_layers", "decoder_layers", "encoder_ffn", "decoder_ffn",
+            "source_vocabulary", "vocabulary", "pre_norm", "encoder_heads", "encoder_key", "encoder_value",
+            "decoder_heads", "decoder_key", "decoder_value",
+        )
+    ]  # fmt: skip
+
+
 def why_not_native(model: VanillaTransformerForConditionalGeneration, precision: Precision) -> str | None:
-    """The reason why a model cannot be decoded by C++ here; `None` if it can.
+    """The reason why C++ cannot decode with a model on this machine, as a clause; `None` if it can.
 
     Args:
         model: The model.
-        precision: What its matrix products are computed in.
+        precision: Precision of the matrix products.
     """
     if model.device.type != "cpu":
         return f"the model is on {model.device}"
@@ -59,12 +69,12 @@ def why_not_native(model: VanillaTransformerForConditionalGeneration, precision:
 
 
 class NativeState:
-    """The rows of a search.
+    """The rows of a search: its hypotheses, with their keys and values.
 
     Args:
-        decoder: What made it, whose weights it uses.
-        handle: The C++ object.
-        num_rows: R.
+        decoder: The decoder that made the state; the state keeps it alive and uses its weights.
+        handle: Address of the C++ object.
+        num_rows: Number of rows R.
     """
 
     def __init__(self, decoder: "NativeDecoder", handle: int, num_rows: int):
@@ -72,19 +82,22 @@ class NativeState:
         self.handle = handle
         self.num_rows = num_rows
         self.length = 0
-        # When the interpreter ends, another thread may still use it, and the memory goes anyway.
+        # Not at exit: another thread may still use the state then, and the system frees the memory anyway.
         weakref.finalize(self, load_library().delete_state, handle).atexit = False
 
 
 class NativeDecoder:
-    """Decodes step by step in C++, in one thread; calls from several threads work at the same time.
+    """Decodes step by step in C++. A call uses one thread; several threads may call at the same time.
 
     Args:
-        model: The model, on the CPU. Its matrices are copied; its embeddings and normalisations are not, if they are
-            in float32.
-        precision: What matrix products are computed in. `float32` gives the model's logits to rounding. `bfloat16`
-            rounds weights and activations, `int8` rounds each row of both to 8 bits on a scale of its own; sums,
-            normalisations and softmax are in float32, and keys and values are kept in bfloat16.
+        model: The model, on the CPU. Its matrices are copied; embeddings and normalisations in float32 are shared.
+        precision: Precision of the matrix products. `float32` gives the model's logits up to rounding. `bfloat16`
+            rounds weights and activations. `int8` rounds each row of both to 8 bits on its own scale. In both, sums,
+            normalisations and softmax are in float32, and keys and values are stored in bfloat16.
+
+    Raises:
+        MemoryError: There is no memory for the weights.
+        ValueError: The weights do not have the sizes of the configuration, or this processor lacks the instructions.
     """
 
     def __init__(self, model: VanillaTransformerForConditionalGeneration, *, precision: Precision):
@@ -95,20 +108,29 @@ class NativeDecoder:
         self._library = load_library()
         self._tensors = [None if tensor is None else _plain(tensor) for tensor in tensors_of(model)]
         self._positions = _Positions(model.model.encoder), _Positions(model.model.decoder)
-        widths = [
-            (heads, config.d_k or config.d_model // heads, config.d_v or config.d_model // heads)
-            for heads in (config.encoder_attention_heads, config.decoder_attention_heads)
-        ]
-        dimensions = (
-            _PRECISIONS[precision], config.d_model, config.encoder_layers, config.decoder_layers,
-            config.encoder_ffn_dim, config.decoder_ffn_dim, config.vocab_size, config.decoder_vocab_size,
-            int(config.norm_position == "pre"), *widths[0], *widths[1],
-        )  # fmt: skip
+        encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
+        dimensions = _Dimensions(
+            precision=_PRECISIONS[precision],
+            model=config.d_model,
+            encoder_layers=config.encoder_layers,
+            decoder_layers=config.decoder_layers,
+            encoder_ffn=config.encoder_ffn_dim,
+            decoder_ffn=config.decoder_ffn_dim,
+            source_vocabulary=config.vocab_size,
+            vocabulary=config.decoder_vocab_size,
+            pre_norm=config.norm_position == "pre",
+            encoder_heads=encoder_heads,
+            encoder_key=config.d_k or config.d_model // encoder_heads,
+            encoder_value=config.d_v or config.d_model // encoder_heads,
+            decoder_heads=decoder_heads,
+            decoder_key=config.d_k or config.d_model // decoder_heads,
+            decoder_value=config.d_v or config.d_model // decoder_heads,
+        )
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
         sizes = [0 if tensor is None else tensor.numel() for tensor in self._tensors]
         handle = ctypes.c_void_p()
         outcome = self._library.new_model(
-            (ctypes.c_int64 * len(dimensions))(*dimensions),
+            ctypes.byref(dimensions),
             (ctypes.c_float * 2)(
                 *(stack.embed_tokens.embed_scale for stack in (model.model.encoder, model.model.decoder))
             ),
@@ -118,19 +140,19 @@ class NativeDecoder:
             len(pointers),
             ctypes.byref(handle),
         )
-        if outcome == _NO_MEMORY:
+        if outcome == Outcome.NO_MEMORY:
             raise MemoryError("There is no memory left for the weights of the decoder in C++.")
-        if outcome == _BAD_ARGUMENT:
+        if outcome == Outcome.BAD_ARGUMENT:
             raise ValueError(
-                "The model's weights have other sizes than its configuration says, or there are no instructions for "
-                f"{precision} here."
+                "The weights of `model` do not have the sizes of its configuration, or this processor lacks the "
+                f"instructions for `precision` {precision}."
             )
         self._check(outcome)
         self._model = handle.value
         weakref.finalize(self, self._library.delete_model, self._model).atexit = False
 
     def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> NativeState:
-        """Encode sources; see `IncrementalDecoder`."""
+        """Encode sources [B, S] with their mask [B, S], one row each; see `IncrementalDecoder`."""
         present = attention_mask.numpy() != 0
         lengths = present.sum(1)
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
@@ -141,13 +163,13 @@ class NativeDecoder:
         outcome = self._library.new_state(
             self._model, ids.ctypes.data, offsets.ctypes.data, len(lengths), positions.data_ptr(), ctypes.byref(handle)
         )
-        if outcome == _UNKNOWN_TOKEN:
+        if outcome == Outcome.UNKNOWN_TOKEN:
             raise IndexError(f"A source token is not among the model's {self._source_vocab_size}.")
         self._check(outcome)
         return NativeState(self, handle.value, len(lengths))
 
     def step(self, state: NativeState, tokens: torch.Tensor) -> torch.Tensor:
-        """Append a token to each row; see `IncrementalDecoder`."""
+        """Append a token to each row [R], and return the logits [R, V]; see `IncrementalDecoder`."""
         logits = torch.empty(state.num_rows, self.vocab_size)
         tokens, position = self._one_a_row(state, tokens.numpy()), self._position(state)
         outcome = self._library.step_logits(state.handle, tokens.ctypes.data, position.data_ptr(), logits.data_ptr())
@@ -157,7 +179,11 @@ class NativeDecoder:
     def step_best(
         self, state: NativeState, tokens: np.ndarray, count: int, forbidden: np.ndarray, *, with_log_probs: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Append a token to each row, and find the likeliest tokens that follow; see `ChoosingDecoder`."""
+        """Append a token to each row [R], and find the `count` likeliest next tokens; see `ChoosingDecoder`.
+
+        Returns:
+            Their ids and log-probabilities, or logits without `with_log_probs`, both [R, count].
+        """
         tokens, position = self._one_a_row(state, tokens), self._position(state)
         forbidden = np.ascontiguousarray(forbidden, dtype=np.int64)
         values = np.empty((state.num_rows, count), dtype=np.float32)
@@ -170,7 +196,7 @@ class NativeDecoder:
         return ids, values
 
     def select(self, state: NativeState, sentences: torch.Tensor | None, rows: torch.Tensor) -> None:
-        """Keep some sentences and continue some rows; see `IncrementalDecoder`."""
+        """Keep some sentences [B'] and continue some rows [R']; see `IncrementalDecoder`."""
         rows = rows.to(torch.int64).contiguous()
         if sentences is None:
             outcome = self._library.select_rows(state.handle, None, 0, rows.data_ptr(), len(rows))
@@ -186,41 +212,41 @@ class NativeDecoder:
     def _one_a_row(state: NativeState, tokens: np.ndarray) -> np.ndarray:
         if tokens.shape != (state.num_rows,):
             raise ValueError(
-                f"There are {state.num_rows} rows and tokens of the shape {tokens.shape}; give each row one."
+                f"`tokens` has the shape {tokens.shape}, but there are {state.num_rows} rows; give each row one token."
             )
         return np.ascontiguousarray(tokens, dtype=np.int64)
 
     def _check(self, outcome: int) -> None:
-        if outcome == _NO_MEMORY:
-            raise MemoryError("There is no memory left to translate a batch; use a smaller --tokens_per_batch.")
-        if outcome == _UNKNOWN_TOKEN:
+        if outcome == Outcome.NO_MEMORY:
+            raise MemoryError("There is no memory left to translate a batch; lower `tokens_per_batch`.")
+        if outcome == Outcome.UNKNOWN_TOKEN:
             raise IndexError(f"A target token is not among the model's {self.vocab_size}.")
-        if outcome == _BAD_ARGUMENT:
-            raise ValueError("A source has no token, or rows are selected that are not there.")
-        if outcome != _DONE:
-            raise RuntimeError(f"The decoder in C++ failed with status {outcome}, or has failed before.")
+        if outcome == Outcome.BAD_ARGUMENT:
+            raise ValueError("A source has no tokens, or `rows` or `sentences` names one that does not exist.")
+        if outcome != Outcome.DONE:
+            raise RuntimeError(f"The decoder in C++ failed with status {outcome} in this step or an earlier one.")
 
     def _position(self, state: NativeState) -> torch.Tensor:
-        """The vector of the position that comes next, which the state moves beyond; it keeps its table alive."""
+        """Count a step, and return its position vector [D], a view that keeps its table alive."""
         state.length += 1
         return self._positions[1].up_to(state.length)[state.length - 1]
 
 
 class _Positions:
-    """A stack's position vectors, as many as were asked for so far."""
+    """A stack's table of position vectors, which grows when a longer sequence needs it."""
 
     def __init__(self, stack: nn.Module):
         self._module = stack.embed_positions
         self._table = torch.empty(0, stack.config.d_model)
 
     def up_to(self, length: int) -> torch.Tensor:
-        """The vectors of at least so many positions, in float32, for as long as the caller keeps them."""
-        # Another thread may put another table in its place at any time.
+        """The vectors of at least `length` positions [>= length, D], in float32."""
+        # Another thread may replace the table at any time: read it once. The caller's reference keeps it alive.
         table = self._table
         if len(table) < length:
             bound = getattr(self._module, "num_embeddings", 2**31)
             if length > bound:
-                raise IndexError(f"There are {bound} learned positions, and no position {length}.")
+                raise IndexError(f"The model has {bound} learned positions, but position {length} was asked for.")
             size = min(max(2 * length, 256), bound)
             with torch.inference_mode():
                 table = self._module(torch.arange(size), torch.float32).contiguous()
@@ -229,7 +255,7 @@ class _Positions:
 
 
 def tensors_of(model: VanillaTransformerForConditionalGeneration) -> Iterator[torch.Tensor | None]:
-    """A model's tensors in the order in which the C++ decoder reads them; `None` for a bias that is not there."""
+    """A model's tensors in the order in which the C++ decoder reads them; `None` for a missing bias."""
 
     def parameters(*modules: nn.Module) -> Iterator[torch.Tensor | None]:
         for module in modules:
@@ -266,7 +292,7 @@ def load_library() -> ctypes.CDLL:
         The library, with the types of its functions.
 
     Raises:
-        OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
+        OSError: There is no compiler, or it or its result does not work; the message is a clause with the reason.
     """
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     functions = {
@@ -280,7 +306,9 @@ def load_library() -> ctypes.CDLL:
         "select_rows": (ctypes.c_int, [pointer, pointer, number, pointer, number]),
     }
     constants = {
-        "width": _WIDTH, **_PRECISIONS, "dimensions": _NUM_DIMENSIONS, "done": _DONE, "unknown_token": _UNKNOWN_TOKEN,
-        "no_memory": _NO_MEMORY, "failed": _FAILED, "bad_argument": _BAD_ARGUMENT,
-    }  # fmt: skip
+        "width": _WIDTH,
+        **_PRECISIONS,
+        **library.constants_of_outcomes(),
+        **library.constants_of_layout(_Dimensions),
+    }
     return library.load_library("decoder", _SOURCES, functions, constants)

@@ -1,8 +1,11 @@
-"""Compiles what is written in C++ when it is first used, by the compiler that is found, and keeps it for this user.
+"""Compiles a C++ library when it is first used, keeps it in the user's cache, and checks it before it is loaded.
 
-A library is code that runs with this user's rights: one of the cache is loaded only if folder and file belong to this
-user, nobody else may write them, and the file has the SHA-256 that its name says. It gets this name when it is whole
-and on the disk, so that several processes may compile the same library at once, and a damaged one is recognised.
+A library runs with the user's rights. One from the cache is loaded only if its folder and file belong to this user,
+nobody else may write them, and the file's SHA-256 is the one in its name. A file gets this name only when it is
+completely on the disk: several processes may compile the same library at once, and a damaged file is recognised.
+
+Python and C++ share constants: widths, codes, layouts of structures. Each library has a table of its own, which is
+compared with Python's when it is loaded.
 """
 
 import ctypes
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 
 from vanilla_transformer.files import replacing
@@ -26,14 +30,25 @@ from vanilla_transformer.files import replacing
 
 _log = logging.getLogger(__name__)
 
+
+class Outcome(IntEnum):
+    """What the C++ functions return; every library's table of constants has these."""
+
+    DONE = 0
+    UNKNOWN_TOKEN = 1
+    NO_MEMORY = 2
+    FAILED = 3
+    BAD_ARGUMENT = 4
+
+
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
-# The largest source takes 3 seconds on a core of 2024, and 7 beside a busy neighbour on the same core.
+# The largest source compiles in 3 seconds on a core of 2024, and in 7 beside another busy process on that core.
 _COMPILE_SECONDS = 120.0
-# After so long a user is told what the process waits for.
+# Compiling for longer than this is reported, so that the user knows what the process waits for.
 _QUIET_SECONDS = 1.0
-# Compilers that did not end in time, which this process does not wait for again.
+# Compilers that exceeded the time limit. This process does not try them again.
 _hanging: set[tuple[str, ...]] = set()
-# Runs a command whose group of processes ends with ours: the pipe to `read` closes when this process dies of anything.
+# Runs a command in a process group that ends with this process: however this process dies, the pipe to `read` closes.
 _BOUND_TO_US = 'exec 3<&0 </dev/null; { read -r _ <&3; rm -rf "$TMPDIR"; kill -KILL 0; } & "$@" 3<&-'
 
 
@@ -49,19 +64,19 @@ def load_library(
 
     Args:
         name: What the library is, in one word.
-        sources: The file to compile, and then those of ours that it includes.
-        functions: Type of the result and of the arguments of each function that is called.
-        constants: What Python and C++ both have written down, by name. The library's `shared_constants` returns the
-            address of their number and of their values, in this order, as 64-bit integers.
-        supported_by: A function that tells whether the library works on this machine, and the clause for where it does
-            not; other functions may then be missing.
+        sources: The file to compile, then the package's headers that it includes.
+        functions: Types of the result and of the arguments of each function, by name.
+        constants: Constants that Python and C++ both define, by name. The library's `shared_constants` returns a
+            pointer to 64-bit integers: how many constants there are, then their values in this order.
+        supported_by: Name of a function that returns whether the library works on this machine, and the clause for
+            the error if it does not; the library may then lack its other functions.
 
     Returns:
-        The library, whose functions have their types.
+        The library, with the types of its functions set.
 
     Raises:
-        OSError: There is no compiler, it or the result does not work, or there is no safe place for the result; the
-            message is a clause that says so.
+        OSError: There is no compiler, the compiler or its result does not work, or there is no safe folder for the
+            result; the message is a clause that gives the reason.
     """
     if os.name != "posix":
         raise OSError(f"the {name} is not compiled on {platform.system()}")
@@ -93,12 +108,12 @@ def load_library(
 
 
 class _DamagedError(OSError):
-    """A library is not what was compiled, or does not fit this version of Python's side."""
+    """A library is damaged, or does not match the constants and functions that Python expects."""
 
 
 def _private_folder() -> Path:
-    """The folder that libraries are kept in, which nobody else may write."""
-    # Paths that depend on the working directory are to be ignored, says the XDG specification.
+    """The folder of compiled libraries, which only this user may write."""
+    # The XDG specification says to ignore relative paths.
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         home = os.environ.get("HOME", "")
@@ -130,7 +145,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _find_compiler(name: str) -> tuple[str, ...]:
-    """The compiler's command, which may have arguments."""
+    """The compiler's command: the program and its arguments."""
     chosen = os.environ.get("CXX", "").strip()
     try:
         command = shlex.split(chosen) if chosen else [shutil.which("g++") or shutil.which("clang++") or ""]
@@ -144,18 +159,18 @@ def _find_compiler(name: str) -> tuple[str, ...]:
 
 
 def _identity(sources: Sequence[Path], compiler: tuple[str, ...], name: str) -> str:
-    """What is not the same for another processor, compiler or version of the source."""
+    """A digest that differs between processors, compilers and versions of the sources."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         version = _run((*compiler, "--version"), compiler, Path(folder), name)
     identity = hashlib.sha256()
     surroundings = f"{shlex.join(compiler)}\0{version}\0{_FLAGS}\0{_processor()}".encode()
-    for part in (*(source.read_bytes() for source in sources), surroundings):
-        identity.update(part + b"\0")
+    for content in (*(source.read_bytes() for source in sources), surroundings):
+        identity.update(content + b"\0")
     return identity.hexdigest()[:16]
 
 
 def _processor() -> str:
-    """What a library for this processor depends on."""
+    """The instruction sets of this processor, as the system lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
@@ -174,18 +189,21 @@ def _compile(source: Path, compiler: tuple[str, ...], name: str) -> bytes:
 
 
 def _run(command: tuple[str, ...], compiler: tuple[str, ...], folder: Path, name: str) -> str:
-    """Run a compiler, which ends with this process and leaves nothing outside a folder.
+    """Run a compiler that ends with this process, with `folder` for its temporary files.
 
     Returns:
-        What it writes to standard output.
+        Its standard output.
+
+    Raises:
+        OSError: It fails, or takes too long.
     """
-    said, complained = folder / "output", folder / "errors"
+    output_path, errors_path = folder / "output", folder / "errors"
     bound, text = _compile_seconds(), shlex.join(compiler)
     too_long = f"{text} does not compile the {name} (it takes longer than {bound:g} seconds)"
     if compiler in _hanging:
         raise OSError(too_long)
     begun = time.monotonic()
-    with said.open("wb") as output, complained.open("wb") as errors:
+    with output_path.open("wb") as output, errors_path.open("wb") as errors:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _BOUND_TO_US, "sh", *command],
             stdin=subprocess.PIPE,
@@ -204,19 +222,19 @@ def _run(command: tuple[str, ...], compiler: tuple[str, ...], folder: Path, name
         _hanging.add(compiler)
         raise OSError(too_long) from None
     finally:
-        # The shell watches until it is ended; so may what the compiler started.
+        # The shell that watches the pipe, and processes that the compiler left behind, must end.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdin.close()
     if process.returncode != 0:
-        lines = complained.read_text(errors="replace").strip().splitlines()
+        lines = errors_path.read_text(errors="replace").strip().splitlines()
         raise OSError(f"{text} does not compile the {name} ({lines[0] if lines else _ending(process.returncode)})")
-    return said.read_text(errors="replace")
+    return output_path.read_text(errors="replace")
 
 
 def _ending(status: int) -> str:
-    # A shell adds 128 to the number of the signal that ended a command.
+    # A shell's exit status is 128 plus the number of the signal that ended the command.
     number = -status if status < 0 else status - 128
     return f"ended by signal {number}" if number > 0 else f"exit status {status}"
 
@@ -232,7 +250,7 @@ def _compile_seconds() -> float:
 
 
 def _keep(content: bytes, folder: Path, stem: str) -> Path:
-    """Put a library on the disk, and then under its name."""
+    """Write a library to the disk, then give it its name in one step."""
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()}.so"
     descriptor, partial = tempfile.mkstemp(dir=folder, prefix=f"{stem}-", suffix=".partial")
     with replacing(path, Path(partial)), open(descriptor, "wb") as file:
@@ -241,7 +259,7 @@ def _keep(content: bytes, folder: Path, stem: str) -> Path:
 
 
 def _verify(path: Path) -> None:
-    """Check that a file of the cache is what was written there."""
+    """Check that a file of the cache has the owner, the permissions and the content that it was written with."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -274,7 +292,19 @@ def _load(
             getattr(library, function).argtypes = arguments
     except AttributeError as error:
         raise _DamagedError(f"the compiled {name} lacks a function ({error})") from error
+    # A table of another length is not read beyond its first entry.
     table = library.shared_constants()
     if table[0] != len(constants) or table[1 : 1 + len(constants)] != [*constants.values()]:
         raise _DamagedError(f"C++ and Python disagree on the {name}'s constants")
     return library
+
+
+def constants_of_outcomes() -> dict[str, int]:
+    """The outcomes, as shared constants."""
+    return {outcome.name: outcome.value for outcome in Outcome}
+
+
+def constants_of_layout(structure: type[ctypes.Structure]) -> dict[str, int]:
+    """The offsets of a structure's fields in bytes and the structure's size, as shared constants."""
+    offsets = {f"{structure.__name__}.{name}": getattr(structure, name).offset for name, _ in structure._fields_}
+    return {**offsets, structure.__name__: ctypes.sizeof(structure)}

@@ -1,9 +1,9 @@
-// Matrix products with packed weights, in float32, bfloat16 or 8-bit integers, for few rows as well as for many.
+// Matrix products with prepacked weights, in float32, bfloat16 or 8-bit integers, for few rows as well as for many.
 //
-// A packed matrix [out, in] is a sequence of panels of 64 outputs; a panel is a sequence of steps along the inputs; a
-// step holds four tiles of 16 outputs. In bfloat16 and in integers a tile is 16 groups of 16 outputs of 4 bytes (2 or 4
-// neighbouring inputs), which is what the matrix units (AMX) and the dot-product instructions (VNNI, AVX512-BF16) read.
-// In float32 a step is one input.
+// A prepacked matrix [outputs, inputs] is a sequence of panels of 64 outputs; a panel is a sequence of steps along the
+// inputs; a step holds four tiles of 16 outputs. In bfloat16 and int8 a tile is 16 groups of 16 outputs of 4 bytes (2
+// or 4 neighbouring inputs), which is what the matrix units (AMX) and the dot-product instructions (VNNI, AVX512-BF16)
+// read. In float32 a step is one input.
 
 #pragma once
 
@@ -23,7 +23,7 @@ constexpr int PANEL = 64;
 constexpr int TILE_BYTES = 1024;
 constexpr int STEP_BYTES = 4 * TILE_BYTES;
 
-// What a product needs besides its operands; one for each thread.
+// A thread's buffers for converted rows and their scales.
 struct Scratch {
     Buffer<char> rows;
     Buffer<float> scales;
@@ -49,7 +49,7 @@ static bool supports(int precision) {
     return precision == FLOAT32;
 }
 
-// Sets up this thread's matrix unit while it lives.
+// Configures this thread's AMX tiles for as long as the object lives.
 struct MatrixUnit {
 #ifdef __AMX_TILE__
     MatrixUnit() {
@@ -69,6 +69,7 @@ struct MatrixUnit {
 
 #if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
 
+// total + the dot products of groups of 4 bytes: 4 elements in int8, 2 in bfloat16.
 template <int KIND>
 static inline Ints dot(Ints total, Ints left, Ints right) {
 #ifdef __AVX512VNNI__
@@ -81,7 +82,7 @@ static inline Ints dot(Ints total, Ints left, Ints right) {
     return total;
 }
 
-// totals [ROWS, TILES * 16] of one panel's tiles from `weights` on; `rows` are `stride` bytes apart.
+// totals [ROWS, TILES * 16] for the first TILES tiles of each step of one panel; `rows` are `stride` bytes apart.
 template <int KIND, int ROWS, int TILES>
 static void multiply_vectors(const char* rows, size_t stride, const char* weights, int steps, Ints* totals) {
     Ints sums[ROWS][TILES] = {};
@@ -102,14 +103,14 @@ static void multiply_vectors(const char* rows, size_t stride, const char* weight
 
 #ifdef __AMX_TILE__
 
-// A macro, because GCC's intrinsics take the numbers of tiles as text.
+// A macro, because GCC's intrinsics need tile indices as literals.
 #define DOT_TILES(total, left, right)          \
     if constexpr (KIND == INT8)                \
         _tile_dpbusd(total, left, right);      \
     else                                       \
         _tile_dpbf16ps(total, left, right)
 
-// GCC does not know that the instructions on tiles read and write memory.
+// GCC does not know that tile instructions read and write memory: keep other accesses on their side of the barrier.
 static inline void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
 static inline void zero_tiles() {
@@ -147,7 +148,7 @@ template <int KIND>
 static void multiply_tiles_1x4(const char* rows, size_t stride, const char* weights, int steps, Ints* totals) {
     zero_tiles();
     for (int step = 0; step < steps; step++, weights += STEP_BYTES, rows += 64) {
-        // Few rows leave the product waiting for the weights.
+        // With few rows the product waits for the weights.
         for (int line = 0; line < STEP_BYTES; line += 64) _mm_prefetch(weights + 2 * STEP_BYTES + line, _MM_HINT_T0);
         _tile_loadd(4, rows, stride);
         _tile_loadd(5, weights, 64);
@@ -170,45 +171,45 @@ static void multiply_tiles_1x4(const char* rows, size_t stride, const char* weig
 #endif
 #endif
 
-// A matrix [outputs, inputs] with what is added to its products.
+// A prepacked weight matrix [outputs, inputs] with a bias.
 class Matrix {
   public:
     int64_t outputs = 0, inputs = 0;
 
     Matrix() = default;
 
-    // `parts` lie above each other; `biases` likewise, or are null.
-    Matrix(Precision precision, int64_t inputs, const std::vector<std::pair<const float*, int64_t>>& parts,
+    // Stacks matrices, each given as a pointer and its number of outputs. Each has a bias, which may be null for zeros.
+    Matrix(Precision precision, int64_t inputs, const std::vector<std::pair<const float*, int64_t>>& matrices,
            const std::vector<const float*>& biases)
         : inputs(inputs), precision(precision) {
-        for (auto& part : parts) outputs += part.second;
+        for (auto& matrix : matrices) outputs += matrix.second;
         size_t panels = (outputs + PANEL - 1) / PANEL;
         int per_group = precision == INT8 ? 4 : precision == BFLOAT16 ? 2 : 1;
         steps = precision == FLOAT32 ? inputs : (inputs + 16 * per_group - 1) / (16 * per_group);
         panel_bytes = product(steps, precision == FLOAT32 ? PANEL * 4 : STEP_BYTES);
-        // Prefetching reads a little beyond the end.
+        // The vector and tile products prefetch beyond the end.
         size_t bytes = product(panels, panel_bytes) + 4 * STEP_BYTES;
-        memset(packed.reserve(bytes), 0, bytes);
+        memset(weights.reserve(bytes), 0, bytes);
         std::fill_n(bias.reserve(panels * PANEL), panels * PANEL, 0.0f);
         std::fill_n(scales.reserve(panels * PANEL), panels * PANEL, 0.0f);
         std::fill_n(sums.reserve(panels * PANEL), panels * PANEL, 0);
         int64_t output = 0;
-        for (size_t part = 0; part < parts.size(); part++)
-            for (int64_t row = 0; row < parts[part].second; row++, output++) {
-                if (biases[part]) bias.data[output] = biases[part][row];
-                pack(output, parts[part].first + row * inputs, per_group);
+        for (size_t i = 0; i < matrices.size(); i++)
+            for (int64_t row = 0; row < matrices[i].second; row++, output++) {
+                if (biases[i]) bias.data[output] = biases[i][row];
+                lay_out(output, matrices[i].first + row * inputs, per_group);
             }
     }
 
-    // out [count, ...] = x W^T + b, or what is positive of it; rows of `x` and `out` are so many elements apart. Only the
-    // outputs from `first` to `last`, which are multiples of 64 or the end.
+    // out [count, outputs] = x W^T + b, through ReLU if `relu`. Rows of `x` and `out` are `x_stride` and `out_stride`
+    // elements apart.
     template <typename T>
     void multiply(const float* x, int64_t x_stride, int64_t count, T* out, int64_t out_stride, bool relu = false) const {
         Rows rows = convert(x, x_stride, count);
         multiply(rows, out, out_stride, relu, 0, outputs);
     }
 
-    // Rows in the form that the product takes.
+    // Rows of x, converted to the precision of the product.
     struct Rows {
         const char* data;
         size_t stride;
@@ -231,60 +232,62 @@ class Matrix {
         return {rows, stride, row_scales, count};
     }
 
+    // The same for outputs [first, last) of converted rows. Both bounds are multiples of PANEL, or the end.
     template <typename T>
     void multiply(const Rows& rows, T* out, int64_t out_stride, bool relu, int64_t first, int64_t last) const {
         switch (precision) {
             case FLOAT32: return multiply_floats(rows, out, out_stride, relu, first, last);
-            case BFLOAT16: return multiply_packed<BFLOAT16>(rows, out, out_stride, relu, first, last);
-            case INT8: return multiply_packed<INT8>(rows, out, out_stride, relu, first, last);
+            case BFLOAT16: return multiply_groups<BFLOAT16>(rows, out, out_stride, relu, first, last);
+            case INT8: return multiply_groups<INT8>(rows, out, out_stride, relu, first, last);
         }
     }
 
   private:
     Precision precision = FLOAT32;
     int64_t steps = 0, panel_bytes = 0;
-    Buffer<char> packed;
+    Buffer<char> weights;
     Buffer<float> bias, scales;
     Buffer<int32_t> sums;
 
-    void pack(int64_t output, const float* weights, int per_group) {
-        char* panel = packed.data + output / PANEL * panel_bytes;
+    // Round the weights of one output [inputs] into their panel.
+    void lay_out(int64_t output, const float* row, int per_group) {
+        char* panel = weights.data + output / PANEL * panel_bytes;
         int64_t column = output % PANEL;
         if (precision == FLOAT32) {
-            for (int64_t k = 0; k < inputs; k++) reinterpret_cast<float*>(panel)[k * PANEL + column] = weights[k];
+            for (int64_t k = 0; k < inputs; k++) reinterpret_cast<float*>(panel)[k * PANEL + column] = row[k];
             return;
         }
         int32_t extreme = 0;
-        for (int64_t k = 0; k < inputs; k++) extreme = std::max(extreme, magnitude(weights[k]));
+        for (int64_t k = 0; k < inputs; k++) extreme = std::max(extreme, magnitude(row[k]));
         float scale = scale_of(extreme);
         scales.data[output] = scale;
-        // Nothing is left of the weights; in integers they are 0.
+        // All weights round to 0, or one is not finite and the scale, NaN, tells so.
         if (precision == INT8 && !(scale > 0)) return;
         char* tile = panel + column / 16 * TILE_BYTES + column % 16 * 4;
         for (int64_t k = 0; k < inputs; k++) {
             int64_t group = k / per_group, within = k % per_group;
             char* place = tile + group / 16 * STEP_BYTES + group % 16 * 64;
             if (precision == INT8) {
-                int rounded = static_cast<int>(std::nearbyint(weights[k] / scale));
+                int rounded = static_cast<int>(std::nearbyint(row[k] / scale));
                 reinterpret_cast<int8_t*>(place)[within] = rounded;
-                // The rows are moved by 128, to be unsigned.
+                // Rows of x are shifted by 128 to be unsigned; `sums` is what this adds to the product.
                 sums.data[output] += 128 * rounded;
             } else {
-                reinterpret_cast<uint16_t*>(place)[within] = to_bfloat16(weights[k]);
+                reinterpret_cast<uint16_t*>(place)[within] = to_bfloat16(row[k]);
             }
         }
     }
 
-    // The bits of a number without its sign. As integers they are ordered like magnitudes, with what is no number behind
-    // infinity, so that the largest tells of it.
+    // The bits of a float without its sign. As integers they are ordered like the magnitudes, and NaN comes after
+    // infinity: the largest one shows whether all are finite.
     static int32_t magnitude(float x) {
         int32_t bits;
         memcpy(&bits, &x, 4);
         return bits & 0x7fffffff;
     }
 
-    // What 1 stands for where the largest magnitude is 127: no number if that is not finite, and 0 if its inverse would
-    // not be.
+    // The scale that maps the largest magnitude to 127: NaN if that is not finite, 0 if it is so small that its inverse
+    // would overflow.
     static float scale_of(int32_t extreme) {
         float bound;
         memcpy(&bound, &extreme, 4);
@@ -292,7 +295,7 @@ class Matrix {
         return bound < 1e-35f ? 0 : bound / 127;
     }
 
-    // Round to -127 to 127, on a scale of the row's own, which is returned, and add 128.
+    // Round a row to integers from -127 to 127 on its own scale, add 128, and return the scale.
     float round_row(const float* x, uint8_t* out, size_t stride) const {
         typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1)));
         Ints extremes = {};
@@ -312,7 +315,7 @@ class Matrix {
         memcpy(&bound, &extreme, 4);
         float factor = 127 / bound;
         for (int64_t k = 0; k < whole; k += WIDTH) {
-            // The sum has the rounded number in its lowest bits.
+            // Adding 1.5 * 2^23 leaves the rounded integer in the lowest bits.
             Ints rounded = (Ints)(load(x + k) * factor + (12582912.0f + 128.0f));
             *reinterpret_cast<Bytes*>(out + k) = __builtin_convertvector(rounded & 255, Bytes);
         }
@@ -321,6 +324,7 @@ class Matrix {
         return scale;
     }
 
+    // Round a row to bfloat16, and fill it up with zeros to `stride` elements.
     void halve_row(const float* x, uint16_t* out, size_t stride) const {
         int64_t whole = inputs / WIDTH * WIDTH;
         for (int64_t k = 0; k < whole; k += WIDTH) store(out + k, load(x + k));
@@ -328,7 +332,7 @@ class Matrix {
         memset(out + inputs, 0, (stride - inputs) * 2);
     }
 
-    // Put 16 outputs of one row where they belong.
+    // Write 16 outputs of one row, with bias and ReLU; those beyond the last output are left out.
     template <typename T>
     void put(T* out, Floats value, int64_t output, bool relu) const {
         value += load(bias.data + output);
@@ -342,6 +346,7 @@ class Matrix {
         }
     }
 
+    // Scale and write the totals of `count` rows from `row` on, `per_row` vectors each, from `output` on.
     template <int KIND, typename T>
     void put_totals(const Ints* totals, int per_row, const Rows& rows, int64_t row, int64_t count, T* out,
                     int64_t out_stride, bool relu, int64_t output) const {
@@ -361,12 +366,12 @@ class Matrix {
     }
 
     template <int KIND, typename T>
-    void multiply_packed(const Rows& rows, T* out, int64_t out_stride, bool relu, int64_t first, int64_t last) const {
+    void multiply_groups(const Rows& rows, T* out, int64_t out_stride, bool relu, int64_t first, int64_t last) const {
 #if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
         alignas(64) Ints totals[64];
         out -= first;
         for (int64_t output = first; output < last; output += PANEL) {
-            const char* panel = packed.data + output / PANEL * panel_bytes;
+            const char* panel = weights.data + output / PANEL * panel_bytes;
 #ifdef __AMX_TILE__
             if (rows.count <= 16) {
                 multiply_tiles_1x4<KIND>(rows.data, rows.stride, panel, steps, totals);
@@ -412,7 +417,7 @@ class Matrix {
     void multiply_floats(const Rows& rows, T* out, int64_t out_stride, bool relu, int64_t first, int64_t last) const {
         out -= first;
         for (int64_t output = first; output < last; output += PANEL) {
-            const float* panel = reinterpret_cast<const float*>(packed.data + output / PANEL * panel_bytes);
+            const float* panel = reinterpret_cast<const float*>(weights.data + output / PANEL * panel_bytes);
             int64_t row = 0;
             for (; row + 6 <= rows.count; row += 6)
                 multiply_floats<6>(rows, row, panel, out, out_stride, relu, output);

@@ -1,6 +1,7 @@
-// Vectors of 16 numbers, in float32 or stored in bfloat16, memory for them, and what functions return to Python.
+// Vectors of 16 elements, in float32 or stored as bfloat16; aligned buffers; and the outcomes that functions return to
+// Python.
 //
-// What is no number, or infinite, must reach the results: it tells that something is broken.
+// NaN and infinity must reach the results, because they show that a model or a run is broken.
 
 #pragma once
 
@@ -18,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-// GCC and Clang translate operations on these for any processor.
+// GCC and Clang compile arithmetic on these types for any processor.
 typedef float Floats __attribute__((vector_size(64), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
@@ -28,7 +29,7 @@ constexpr int WIDTH = 16;
 static inline Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 static inline void store(float* p, Floats v) { *reinterpret_cast<Floats*>(p) = v; }
 static inline Floats fill(float x) { return Floats{} + x; }
-// The second one where either is no number.
+// Takes `b` where either is NaN.
 static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats relu(Floats v) { return max(Floats{}, v); }
 
@@ -62,7 +63,7 @@ static inline int32_t largest(Ints v) {
 #endif
 }
 
-// bfloat16 is the upper half of float32.
+// A bfloat16 is the upper half of a float32.
 static inline Floats load(const uint16_t* p) {
     Halves halves = *reinterpret_cast<const Halves*>(p);
     return (Floats)(__builtin_convertvector(halves, Ints) << 16);
@@ -71,8 +72,8 @@ static inline Floats load(const uint16_t* p) {
 static inline uint16_t to_bfloat16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    if (x != x) return 0x7fc0;  // which rounding could make infinite, or 0
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
+    if (x != x) return 0x7fc0;  // rounding could turn a NaN into infinity or 0
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // round to nearest, ties to even
 }
 
 static inline void store(uint16_t* p, Floats v) {
@@ -83,10 +84,10 @@ static inline void store(uint16_t* p, Floats v) {
     *reinterpret_cast<Halves*>(p) = __builtin_convertvector(bits, Halves);
 }
 
-// e^x, to 1e-7 of its value; 0 below -87; no number stays none.
+// e^x with a relative error of 1e-7; 0 below -87; NaN for NaN.
 static inline Floats exponential(Floats x) {
     Floats clamped = x < -87.0f ? fill(-87.0f) : x;
-    Floats shifted = clamped * 1.44269504088896341f + 12582912.0f;  // rounds to whole numbers
+    Floats shifted = clamped * 1.44269504088896341f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
     Floats whole = shifted - 12582912.0f;
     Floats rest = clamped - whole * 0.693359375f + whole * 2.12194440e-4f;
     Floats result = fill(1.9875691500e-4f);
@@ -101,7 +102,7 @@ static inline Floats exponential(Floats x) {
     return x < -87.0f ? Floats{} : result;
 }
 
-// Of `padded` scores, a multiple of WIDTH; -inf has no weight.
+// Softmax in place over `padded` scores, a multiple of WIDTH. A score of -inf gets a weight of 0.
 static inline void softmax(float* scores, int64_t padded) {
     if (padded == 0) return;
     Floats best = load(scores);
@@ -118,7 +119,7 @@ static inline void softmax(float* scores, int64_t padded) {
 }
 
 #ifdef __AVX512F__
-// 16 rows of 16 numbers to 16 columns.
+// Transposes 16 rows of 16 floats.
 static inline void transpose_tile(__m512* rows) {
     __m512 pairs[16];
     for (int i = 0; i < 16; i += 2) {
@@ -147,7 +148,7 @@ static inline void transpose_tile(__m512* rows) {
 }
 #endif
 
-// The product of numbers of elements; what has no place in memory is a lack of memory.
+// The product of sizes. A product that is negative or too large for memory throws std::bad_alloc.
 template <typename... Counts>
 size_t product(Counts... counts) {
     size_t result = 1;
@@ -158,7 +159,7 @@ size_t product(Counts... counts) {
     return result;
 }
 
-// Memory that is aligned to cache lines, and is not initialised.
+// Uninitialised memory, aligned to cache lines.
 template <typename T>
 struct Buffer {
     T* data = nullptr;
@@ -173,7 +174,7 @@ struct Buffer {
     }
     ~Buffer() { free(data); }
 
-    // At least so many elements; what was in them is lost.
+    // Makes room for at least `count` elements; the content is lost.
     T* reserve(size_t count) {
         if (count > size) {
             free(data);
@@ -186,17 +187,17 @@ struct Buffer {
     }
 };
 
-// What functions return to Python, which has the same numbers.
+// What functions return to Python; the tables of shared constants compare the values.
 enum Outcome : int { DONE, UNKNOWN_TOKEN, NO_MEMORY, FAILED, BAD_ARGUMENT };
 
-// What the exception that is being handled means: none may leave a function that C calls.
+// The outcome for the exception being handled: no exception may leave an extern "C" function.
 static inline int outcome_of_exception() noexcept {
     try {
         throw;
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
     } catch (const std::length_error&) {
-        // A vector that is larger than any memory.
+        // A std::vector larger than the address space.
         return NO_MEMORY;
     } catch (const std::invalid_argument&) {
         return BAD_ARGUMENT;

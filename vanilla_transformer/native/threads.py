@@ -1,4 +1,4 @@
-"""Runs functions of compiled libraries in as many threads as torch uses."""
+"""Runs functions of the C++ libraries in as many threads as torch uses."""
 
 import ctypes
 import os
@@ -8,21 +8,20 @@ from functools import cache
 
 import torch
 
-
-# What functions return; `Outcome` of simd.h.
-DONE, NO_MEMORY, FAILED = 0, 2, 3
+from .library import Outcome
 
 
 class TensorPointer(ctypes.c_void_p):
-    """Type of an argument: an address in C++; in Python a tensor, a tensor and how many elements to skip, or `None`.
+    """Argument type of C++ functions that take a pointer into a tensor.
 
-    A call in another thread so holds the tensor itself: its memory stays until the call returns, even where whoever
-    waits for it is interrupted.
+    In Python the argument is a tensor, a tensor with the number of elements to skip, or `None`. A call that runs in
+    another thread so holds the tensor, not only its address: the memory stays until the call returns, even if the
+    thread that waits for it is interrupted.
     """
 
     @classmethod
     def from_param(cls, given: torch.Tensor | tuple[torch.Tensor, int] | None):
-        """The address."""
+        """The address of the tensor's first element that is not skipped."""
         if given is None:
             return None
         if type(given) is tuple:
@@ -32,13 +31,13 @@ class TensorPointer(ctypes.c_void_p):
 
 
 def run_in_threads(function: Callable[..., int], count: int, *arguments) -> None:
-    """Call a function with ranges that make up `count`.
+    """Divide `count` work items into ranges, and call a function with each range in a thread of its own.
 
     Args:
-        function: Function of a `ctypes` library, which lets other threads work meanwhile and returns an outcome.
-        count: Number of parts of the work.
-        arguments: What the function takes before the first and the last part of its range. They, and not only their
-            addresses, keep alive what the function uses.
+        function: Function of a `ctypes` library, which releases the GIL and returns an outcome. Its last two arguments
+            are the first item of its range and the one after the last.
+        count: Number of work items.
+        arguments: The arguments before the range. They hold the tensors that the function uses, see `TensorPointer`.
 
     Raises:
         MemoryError: There is no memory for the work.
@@ -52,13 +51,13 @@ def run_in_threads(function: Callable[..., int], count: int, *arguments) -> None
             others.append(_pool().submit(function, *arguments, *bounds[i : i + 2]))
         outcome = function(*arguments, *bounds[:2])
     finally:
-        # They write what the caller goes on to use.
+        # The other threads write into tensors that the caller uses next.
         _wait(others)
     check(outcome, *(other.result() for other in others))
 
 
 def _wait(others: list[Future]) -> None:
-    """Wait until all are done, whatever the handlers of signals raise meanwhile."""
+    """Wait until all are done, even if a signal handler raises an exception meanwhile; raise it afterwards."""
     try:
         wait(others)
     except BaseException:
@@ -67,7 +66,7 @@ def _wait(others: list[Future]) -> None:
 
 
 def check(*outcomes: int) -> None:
-    """Raise what outcomes of C++ functions mean.
+    """Raise an error if a C++ function has failed.
 
     Args:
         outcomes: What the functions returned.
@@ -76,9 +75,9 @@ def check(*outcomes: int) -> None:
         MemoryError: There is no memory for the work.
         RuntimeError: A function failed in another way.
     """
-    if NO_MEMORY in outcomes:
+    if Outcome.NO_MEMORY in outcomes:
         raise MemoryError("There is no memory left for the C++ functions of training; use smaller batches.")
-    if any(outcome != DONE for outcome in outcomes):
+    if any(outcome != Outcome.DONE for outcome in outcomes):
         raise RuntimeError(f"A C++ function of training failed with status {max(outcomes)}.")
 
 
@@ -88,5 +87,5 @@ def _pool() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    # The child of a fork has none of the threads.
+    # A forked child has none of its parent's threads.
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,8 +1,8 @@
-// What training does between its matrix products, in bfloat16 with sums in float32: the core of attention, residual sum
-// with dropout and normalisation, and the gradient of ReLU.
+// What training computes between its matrix products, in bfloat16 with sums in float32: softmax(Q K^T) V of attention,
+// dropout with residual sum and layer normalisation, and the gradient of ReLU.
 //
-// A call works on a range of heads, or of parts of PART rows. Sums over rows are kept for each part, so that results do
-// not depend on how the ranges were cut.
+// A call works on the range [first, last) of heads, or of blocks of BLOCK_ROWS rows. Sums over rows are kept for each
+// block, so that results do not depend on how threads divide the work.
 
 #include "simd.h"
 
@@ -12,9 +12,12 @@
 
 namespace {
 
-constexpr int64_t PART = 128;
+constexpr int64_t BLOCK_ROWS = 128;
+// The smallest word of 16 random bits; the words below SMALLEST_WORD + num_dropped drop their elements.
+constexpr int64_t SMALLEST_WORD = INT16_MIN;
+static_assert(WIDTH == 16, "a vector's bits of kept elements fill a uint16_t");
 
-// Block of MR rows and 16 NR columns of factor A B, where A's numbers lie `row` and `step` apart.
+// MR rows and 16 NR columns of factor * A B. In A, rows are `row` elements apart and columns `step` elements.
 template <int MR, int NR, typename T>
 inline void multiply_block(const float* a, int64_t row, int64_t step, const float* b, int64_t b_row, int64_t depth,
                            float factor, T* out, int64_t out_row) {
@@ -45,7 +48,8 @@ void multiply_rows(int64_t count, const float* a, int64_t row, int64_t step, con
         if (count > 0) multiply_rows<MR / 2, NR>(count, a, row, step, b, b_row, depth, factor, out, out_row);
 }
 
-// out = factor A B for A [rows, depth], whose numbers lie `row` and `step` apart, and B [depth, columns], row by row.
+// out = factor * A B. In A [rows, depth], rows are `row` elements apart and columns `step` elements; B [depth, columns]
+// is row-major.
 template <typename T>
 void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t row, int64_t step, const float* b,
               float factor, T* out, int64_t out_row) {
@@ -58,19 +62,20 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
         multiply_rows<16, 1>(rows, a, row, step, b + n, columns, depth, factor, out + n, out_row);
 }
 
-void widen(const uint16_t* numbers, int64_t rows, int64_t columns, int64_t row, float* out) {
+// [rows, columns] in bfloat16, with rows `row` elements apart, to a dense float32 matrix.
+void widen(const uint16_t* from, int64_t rows, int64_t columns, int64_t row, float* out) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j += WIDTH) store(out + i * columns + j, load(numbers + i * row + j));
+        for (int64_t j = 0; j < columns; j += WIDTH) store(out + i * columns + j, load(from + i * row + j));
 }
 
-// [rows, columns] to [columns, padded], with zeros behind each row.
-void widen_transposed(const uint16_t* numbers, int64_t rows, int64_t columns, int64_t row, int64_t padded, float* out) {
+// The transpose [columns, padded] of the same, with zeros at the end of each row.
+void widen_transposed(const uint16_t* from, int64_t rows, int64_t columns, int64_t row, int64_t padded, float* out) {
     for (int64_t i = 0; i < padded; i += WIDTH)
         for (int64_t j = 0; j < columns; j += WIDTH) {
             __m512 tile[16];
 #pragma GCC unroll 16
             for (int m = 0; m < WIDTH; m++)
-                tile[m] = i + m < rows ? (__m512)load(numbers + (i + m) * row + j) : _mm512_setzero_ps();
+                tile[m] = i + m < rows ? (__m512)load(from + (i + m) * row + j) : _mm512_setzero_ps();
             transpose_tile(tile);
 #pragma GCC unroll 16
             for (int m = 0; m < WIDTH; m++) store(out + (j + m) * padded + i, (Floats)tile[m]);
@@ -82,20 +87,21 @@ float* scratch(size_t count) {
     return buffer.reserve(count);
 }
 
-// Sizes of attention: H heads of K and V numbers, how far rows lie apart, and whether a query sees the keys up to its
-// own position alone.
+// Dimensions of attention: number of heads, elements of a key and of a value in each head, distances between rows in
+// elements, and whether a query attends only to the keys up to its own position.
 struct Sizes {
     int64_t heads, key_width, value_width, query_row, key_row, mask_sentence, mask_row, causal;
 };
 
-// Of each sentence and of the end: the first query, the first key, and where its weights begin.
+// For each of B sentences and for the end [B + 1]: index of its first query, of its first key, and of its first
+// attention weight.
 struct Starts {
     const int64_t *queries, *keys, *weights;
 };
 
 int64_t padded_to_vectors(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
-// The first `seen` scores have weights.
+// Softmax of scores + mask [padded] in place; only the first `seen` scores get a weight above 0.
 void masked_softmax(int64_t seen, int64_t padded, float* scores, const uint16_t* mask) {
     for (int64_t i = 0; i < padded; i += WIDTH) {
         __mmask16 there = seen - i >= WIDTH ? 0xffff : seen <= i ? 0 : (1 << (seen - i)) - 1;
@@ -108,11 +114,11 @@ void masked_softmax(int64_t seen, int64_t padded, float* scores, const uint16_t*
     softmax(scores, padded);
 }
 
-// Calls `row(part, i)` for each row of a range of parts.
+// Calls `row(block, i)` for each row of the blocks [first, last).
 template <typename Row>
-void each_part(int64_t first, int64_t last, int64_t rows, Row row) {
-    for (int64_t part = first; part < last; part++)
-        for (int64_t i = part * PART; i < std::min(rows, (part + 1) * PART); i++) row(part, i);
+void each_row(int64_t first, int64_t last, int64_t rows, Row row) {
+    for (int64_t block = first; block < last; block++)
+        for (int64_t i = block * BLOCK_ROWS; i < std::min(rows, (block + 1) * BLOCK_ROWS); i++) row(block, i);
 }
 
 }  // namespace
@@ -121,19 +127,20 @@ extern "C" {
 
 int supports_kernels() { return 1; }
 
-// What Python has as well, in its order, after the number of values.
+// The constants that Python also defines, in its order, after their number; library.py compares them.
 const int64_t* shared_constants() {
     static const int64_t table[] = {
-        18, WIDTH, PART, DONE, NO_MEMORY, FAILED,
+        21, WIDTH, BLOCK_ROWS, SMALLEST_WORD, DONE, UNKNOWN_TOKEN, NO_MEMORY, FAILED, BAD_ARGUMENT,
         offsetof(Sizes, heads), offsetof(Sizes, key_width), offsetof(Sizes, value_width), offsetof(Sizes, query_row),
         offsetof(Sizes, key_row), offsetof(Sizes, mask_sentence), offsetof(Sizes, mask_row), offsetof(Sizes, causal),
         sizeof(Sizes), offsetof(Starts, queries), offsetof(Starts, keys), offsetof(Starts, weights), sizeof(Starts),
     };
-    static_assert(sizeof table == 19 * sizeof *table);
+    static_assert(sizeof table == 22 * sizeof *table);
     return table;
 }
 
-// A sentence of T queries and S keys has weights [H, T, S padded to whole vectors]; `out` is [all queries, H V].
+// Attention of each query to the keys of its sentence. A sentence of T queries and S keys has weights [H, T, S rounded
+// up to a multiple of WIDTH]; `out` is [all queries, H V].
 int attend(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries, const uint16_t* keys,
            const uint16_t* values, const uint16_t* mask, uint16_t* weights, uint16_t* out, int64_t first,
            int64_t last) try {
@@ -161,7 +168,7 @@ int attend(const Sizes* sizes, const Starts* starts, float scaling, const uint16
     return outcome_of_exception();
 }
 
-// The gradients lie like what they belong to.
+// The gradients of `attend`, each in the layout of what it belongs to.
 int attend_backward(const Sizes* sizes, const Starts* starts, float scaling, const uint16_t* queries,
                     const uint16_t* keys, const uint16_t* values, const uint16_t* weights, const uint16_t* grad,
                     uint16_t* grad_queries, uint16_t* grad_keys, uint16_t* grad_values, int64_t first, int64_t last) try {
@@ -197,14 +204,14 @@ int attend_backward(const Sizes* sizes, const Starts* starts, float scaling, con
     return outcome_of_exception();
 }
 
-// `output` becomes the sum of the residual and of what is kept of it; `words` has 16 random bits for each number, and
-// `kept` gets a bit for each. Both are null without dropout.
+// LayerNorm(residual + Dropout(output)). The sum is written over `output`. `words` holds 16 random bits for each element;
+// `kept` receives one bit for each, set where the element is kept. Both are null without dropout.
 int add_and_norm(int64_t rows, int64_t width, float scale, int64_t num_dropped, float epsilon, uint16_t* output,
                  const uint16_t* residual, const int16_t* words, uint16_t* kept, const float* weight,
                  const float* bias, uint16_t* normed, float* means, float* factors, int64_t first, int64_t last) try {
     float* sums = scratch(width);
-    const __m256i bound = _mm256_set1_epi16(num_dropped - 32768);
-    each_part(first, last, rows, [&](int64_t, int64_t row) {
+    const __m256i bound = _mm256_set1_epi16(SMALLEST_WORD + num_dropped);
+    each_row(first, last, rows, [&](int64_t, int64_t row) {
         Floats total = {};
         for (int64_t j = 0; j < width; j += WIDTH) {
             int64_t at = row * width + j;
@@ -236,13 +243,14 @@ int add_and_norm(int64_t rows, int64_t width, float scale, int64_t num_dropped, 
     return outcome_of_exception();
 }
 
-// `sums` are [parts, 2, width], all zero: the gradients of weight and bias.
+// The gradients of `add_and_norm`. `sums` [blocks, 2, width] must be zero; it receives each block's gradients of weight
+// and bias.
 int add_and_norm_backward(int64_t rows, int64_t width, float scale, const uint16_t* grad, const uint16_t* total,
                           const uint16_t* kept, const float* weight, const float* means, const float* factors,
                           uint16_t* grad_output, uint16_t* grad_total, float* sums, int64_t first, int64_t last) try {
     float *scaled = scratch(2 * width), *standard = scaled + width;
-    each_part(first, last, rows, [&](int64_t part, int64_t row) {
-        float *weight_sums = sums + part * 2 * width, *bias_sums = weight_sums + width;
+    each_row(first, last, rows, [&](int64_t block, int64_t row) {
+        float *weight_sums = sums + block * 2 * width, *bias_sums = weight_sums + width;
         Floats total_scaled = {}, total_product = {};
         for (int64_t j = 0; j < width; j += WIDTH) {
             Floats outer = load(grad + row * width + j);
@@ -268,20 +276,21 @@ int add_and_norm_backward(int64_t rows, int64_t width, float scale, const uint16
     return outcome_of_exception();
 }
 
-// `grad` becomes zero where `activations` are, and stays where they are no number; `sums` are [parts, width], all zero.
+// Sets `grad` to zero where `activations` are not positive, but leaves it where they are NaN. `sums` [blocks, width] must
+// be zero; it receives the column sums of each block.
 int relu_backward(int64_t rows, int64_t width, const uint16_t* activations, uint16_t* grad, float* sums,
                   int64_t first, int64_t last) try {
     const __m256i minus_infinity = _mm256_set1_epi16((int16_t)0xff80);
-    each_part(first, last, rows, [&](int64_t part, int64_t row) {
+    each_row(first, last, rows, [&](int64_t block, int64_t row) {
         for (int64_t j = 0; j < width; j += WIDTH) {
             int64_t at = row * width + j;
-            __m256i numbers = _mm256_loadu_si256((const __m256i*)(activations + at));
-            // Above minus infinity as integers are the positive numbers and what is none.
-            __mmask16 some = _mm256_test_epi16_mask(numbers, numbers);
-            __mmask16 bits = _mm256_mask_cmpgt_epi16_mask(some, numbers, minus_infinity);
+            __m256i values = _mm256_loadu_si256((const __m256i*)(activations + at));
+            // As signed integers, 0, every positive value and every NaN are above -inf.
+            __mmask16 some = _mm256_test_epi16_mask(values, values);  // not 0
+            __mmask16 bits = _mm256_mask_cmpgt_epi16_mask(some, values, minus_infinity);
             __m256i passed = _mm256_maskz_loadu_epi16(bits, grad + at);
             _mm256_storeu_si256((__m256i*)(grad + at), passed);
-            store(sums + part * width + j, load(sums + part * width + j) + load(grad + at));
+            store(sums + block * width + j, load(sums + block * width + j) + load(grad + at));
         }
     });
     return DONE;
@@ -289,11 +298,11 @@ int relu_backward(int64_t rows, int64_t width, const uint16_t* activations, uint
     return outcome_of_exception();
 }
 
-// The sums of the columns of [parts, width].
-int add_parts(int64_t parts, int64_t width, const float* sums, float* out) try {
+// The sum over the blocks of [blocks, width], in their order.
+int add_blocks(int64_t blocks, int64_t width, const float* sums, float* out) try {
     std::copy_n(sums, width, out);
-    for (int64_t part = 1; part < parts; part++)
-        for (int64_t j = 0; j < width; j++) out[j] += sums[part * width + j];
+    for (int64_t block = 1; block < blocks; block++)
+        for (int64_t j = 0; j < width; j++) out[j] += sums[block * width + j];
     return DONE;
 } catch (...) {
     return outcome_of_exception();

@@ -1,11 +1,11 @@
-// Products of matrices in bfloat16 with sums in float32, in the tiles of AMX: 16 rows of 64 bytes.
+// Matrix products in bfloat16 with sums in float32, by the tiles of AMX: 16 rows of 64 bytes.
 //
-// Both factors are laid out in panels first: 32 rows of the left factor or 32 columns of the right one. A panel is a
-// series of steps along the sums; a step has 32 numbers of each sum, in two tiles. Rows of a tile are rows of the left
-// factor, and in the right factor pairs of successive rows, as the instruction wants them. What is missing of a last
-// panel or step is zero.
+// Both factors are first copied into panels: 32 rows of the left factor, or 32 columns of the right one. A panel is a
+// sequence of steps along the depth (the dimension that is summed over). A step holds 32 elements of the depth for each
+// row or column of the panel, in two tiles. A row of a tile is a row of the left factor, or 16 pairs of two successive
+// rows of the right factor, as the instruction requires. Zeros fill up the last panel and the last step.
 //
-// A call works on a range of panels. Sums are added up in the same order whatever the range is.
+// A call works on the range [first, last) of panels. The order of summation does not depend on the range.
 
 #include "simd.h"
 
@@ -18,11 +18,15 @@
 namespace {
 
 constexpr int64_t EDGE = 32, TILE = 16 * 32, STEP = 2 * TILE, BLOCK = EDGE * EDGE;
-// Steps whose tiles of one panel stay in the first cache while panels of the other factor pass.
+static_assert(STEP == BLOCK, "Python counts the elements of a panel's steps as blocks");
+// Steps of a right panel that stay in the L1 cache while the panels of the left factor pass.
 constexpr int64_t NEAR_STEPS = 16;
-// Steps, and numbers, of the left factor that are laid out at a time, for the second cache.
-constexpr int64_t FAR_STEPS = 32, FAR_NUMBERS = 1 << 19, FAR_ROWS = 1024;
+// Limits of the section of the left factor that is laid out at a time, so that it fits into the L2 cache: steps,
+// elements and rows.
+constexpr int64_t FAR_STEPS = 32, FAR_ELEMENTS = 1 << 19, FAR_ROWS = 1024;
 
+// Bits of `kind`: the output is float32, not bfloat16; it is the product's transpose; the product is added to what it
+// holds; negative results become 0.
 enum Kind { WIDE = 1, TRANSPOSED = 2, ADDED = 4, RELU = 8 };
 
 struct alignas(64) TileConfiguration {
@@ -37,7 +41,7 @@ int64_t panels_of(int64_t count) { return (count + EDGE - 1) / EDGE; }
 __mmask16 first_16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 __mmask32 first_32(int64_t n) { return n >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << n) - 1; }
 
-// 32 or 16 numbers in bfloat16, of which `n` are there.
+// Loads 32 or 16 elements as bfloat16; those from `n` on are not read and become 0.
 __m512i load_32(const uint16_t* p, int64_t n) { return _mm512_maskz_loadu_epi16(first_32(n), p); }
 __m256i load_16(const uint16_t* p, int64_t n) { return _mm256_maskz_loadu_epi16(first_16(n), p); }
 __m512i load_32(const float* p, int64_t n) {
@@ -48,6 +52,7 @@ __m256i load_16(const float* p, int64_t n) {
     return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(first_16(n), p));
 }
 
+// Transposes tiles as 16 x 16 elements of 4 bytes, in place.
 void transpose_tiles(uint16_t* tiles, int64_t count) {
     for (; count > 0; count--, tiles += TILE) {
         __m512 rows[16];
@@ -57,35 +62,38 @@ void transpose_tiles(uint16_t* tiles, int64_t count) {
     }
 }
 
-// Rows of 32 numbers of tiles, of `count` sums whose numbers lie side by side; panels begin `panel` numbers apart.
+// Lays out `count` rows of `depth` contiguous elements each, 32 elements to a row of a tile. Rows are `row` elements
+// apart and panels `panel` elements.
 template <typename T>
-void lay_out_rows(const T* numbers, int64_t row, int64_t count, int64_t depth, uint16_t* out, int64_t panel) {
-    for (int64_t i = 0; i < panels_of(count) * EDGE; i++, numbers += row) {
+void lay_out_rows(const T* from, int64_t row, int64_t count, int64_t depth, uint16_t* out, int64_t panel) {
+    for (int64_t i = 0; i < panels_of(count) * EDGE; i++, from += row) {
         uint16_t* to = out + i / EDGE * panel + i / 16 % 2 * TILE + i % 16 * 32;
         for (int64_t k = 0; k < depth; k += EDGE, to += STEP)
-            _mm512_store_si512(to, i < count ? load_32(numbers + k, depth - k) : _mm512_setzero_si512());
+            _mm512_store_si512(to, i < count ? load_32(from + k, depth - k) : _mm512_setzero_si512());
     }
 }
 
-// Rows of 16 pairs of tiles, of sums whose numbers lie `row` apart.
+// Lays out `count` columns of `depth` elements each, 16 pairs to a row of a tile. Elements of a column are `row`
+// elements apart and panels `panel` elements.
 template <typename T>
-void lay_out_pairs(const T* numbers, int64_t row, int64_t count, int64_t depth, uint16_t* out, int64_t panel) {
-    for (int64_t k = 0; k < panels_of(depth) * EDGE; k += 2, numbers += 2 * row) {
+void lay_out_pairs(const T* from, int64_t row, int64_t count, int64_t depth, uint16_t* out, int64_t panel) {
+    for (int64_t k = 0; k < panels_of(depth) * EDGE; k += 2, from += 2 * row) {
         uint16_t* to = out + k / EDGE * STEP + k % EDGE / 2 * 32;
         int64_t first = k < depth ? count : 0, second = k + 1 < depth ? count : 0;
         for (int64_t i = 0; i < panels_of(count) * EDGE; i += 16) {
-            __m512i low = _mm512_cvtepu16_epi32(load_16(numbers + i, first - i));
-            __m512i high = _mm512_cvtepu16_epi32(load_16(numbers + row + i, second - i));
+            __m512i low = _mm512_cvtepu16_epi32(load_16(from + i, first - i));
+            __m512i high = _mm512_cvtepu16_epi32(load_16(from + row + i, second - i));
             __m512i pairs = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
             _mm512_store_si512(to + i / EDGE * panel + i / 16 % 2 * TILE, pairs);
         }
     }
 }
 
-// A block of 32 x 32 sums of two panels, as four tiles, on top of what `sums` has. `ahead` is what will be read next.
+// The block of 32 x 32 sums of a left and a right panel, as four tiles: added to `sums` if `added`, else written over
+// it. Prefetches from `ahead` if AHEAD.
 template <bool AHEAD>
 void add_block(const uint16_t* left, const uint16_t* right, int64_t steps, bool added, float* sums, const char* ahead) {
-    // The compiler does not know that loading a tile reads memory.
+    // The compiler does not know that _tile_loadd reads memory: finish all writes first.
     asm volatile("" ::: "memory");
     if (added) {
         _tile_loadd(0, sums, 64);
@@ -99,7 +107,7 @@ void add_block(const uint16_t* left, const uint16_t* right, int64_t steps, bool 
         _tile_zero(3);
     }
     for (int64_t k = 0; k < steps; k++, left += STEP, right += STEP, ahead += 256) {
-        // The left factor passes by without taking the right one's place in the first cache.
+        // Stream the left factor, so that it does not evict the right panel from the L1 cache.
         _tile_loadd(6, right, 64);
         _tile_stream_loadd(4, left, 64);
         _tile_loadd(7, right + TILE, 64);
@@ -118,19 +126,19 @@ void add_block(const uint16_t* left, const uint16_t* right, int64_t steps, bool 
 }
 
 struct Output {
-    void* numbers;
+    void* data;
     int64_t row, kind;
     const float* bias;
 };
 
-// Both halves of a row of 32 numbers.
+// The lower (0) or upper (1) half of 32 elements in bfloat16, as float32.
 __m512 half_of(__m512i row, int half) {
-    __m256i numbers = half ? _mm512_extracti64x4_epi64(row, 1) : _mm512_castsi512_si256(row);
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16);
+    __m256i elements = half ? _mm512_extracti64x4_epi64(row, 1) : _mm512_castsi512_si256(row);
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(elements), 16);
 }
 
-// Writes those `rows` and `columns` of a block that are there. Whole cache lines go past the caches: reading before
-// writing what is written whole would cost more than the product.
+// Writes the first `rows` rows and `columns` columns of a block of sums to the output, at (row, column). Whole cache
+// lines bypass the caches: reading them before they are overwritten would cost more than the product.
 void write_block(const Output& output, float* sums, int64_t row, int64_t column, int64_t rows, int64_t columns) {
     if (output.kind & TRANSPOSED) {
         transpose_tiles((uint16_t*)sums, 4);
@@ -148,11 +156,11 @@ void write_block(const Output& output, float* sums, int64_t row, int64_t column,
         const float* from = sums + i / 16 * 512 + i % 16 * 16;
         __m512 low = _mm512_add_ps(_mm512_load_ps(from), bias[0]);
         __m512 high = _mm512_add_ps(_mm512_load_ps(from + 256), bias[1]);
-        // What is no number stays none as the second operand.
+        // _mm512_max_ps returns its second operand if either is NaN, so NaN stays.
         if (relu) low = _mm512_max_ps(_mm512_setzero_ps(), low), high = _mm512_max_ps(_mm512_setzero_ps(), high);
         int64_t at = (row + i) * output.row + column;
         if (output.kind & WIDE) {
-            float* to = (float*)output.numbers + at;
+            float* to = (float*)output.data + at;
             if (added) {
                 low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(first, to));
                 high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(second, to + 16));
@@ -163,7 +171,7 @@ void write_block(const Output& output, float* sums, int64_t row, int64_t column,
                 _mm512_mask_storeu_ps(to, first, low), _mm512_mask_storeu_ps(to + 16, second, high);
             }
         } else {
-            uint16_t* to = (uint16_t*)output.numbers + at;
+            uint16_t* to = (uint16_t*)output.data + at;
             if (added) {
                 __m512i before = load_32(to, columns);
                 low = _mm512_add_ps(low, half_of(before, 0)), high = _mm512_add_ps(high, half_of(before, 1));
@@ -181,21 +189,25 @@ void write_block(const Output& output, float* sums, int64_t row, int64_t column,
 
 extern "C" {
 
-// Whether the system permits the use of tiles, which has to be asked for.
+// Asks Linux for permission to use the tiles; whether it was granted.
 int supports_products() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
-// What Python has as well, in its order, after the number of values.
+// The constants that Python also defines, in its order, after their number; library.py compares them.
 const int64_t* shared_constants() {
-    static const int64_t table[] = {8, EDGE, WIDE, TRANSPOSED, ADDED, RELU, DONE, NO_MEMORY, FAILED};
+    static const int64_t table[] = {
+        11, EDGE, BLOCK, WIDE, TRANSPOSED, ADDED, RELU, DONE, UNKNOWN_TOKEN, NO_MEMORY, FAILED, BAD_ARGUMENT,
+    };
+    static_assert(sizeof table == 12 * sizeof *table);
     return table;
 }
 
-// Lays out a right factor of `count` columns, each a sum over `depth` rows: numbers of a column lie side by side
-// (`down`) or `row` apart, in float32 or in bfloat16. Panels begin `panel` numbers apart.
-int lay_out_right(const void* numbers, int64_t row, int64_t down, int64_t is_float, int64_t count, int64_t depth,
+// Lays out a right factor [depth, count] in float32 or bfloat16. With `down` the elements of a column are contiguous and
+// columns are `row` elements apart; else the elements of a row are contiguous and rows are `row` elements apart. Panels
+// of `out` are `panel` elements apart.
+int lay_out_right(const void* matrix, int64_t row, int64_t down, int64_t is_float, int64_t count, int64_t depth,
                   uint16_t* out, int64_t panel, int64_t first, int64_t last) try {
     int64_t start = first * EDGE, columns = std::min(count, last * EDGE) - start, at = down ? start * row : start;
     out += first * panel;
@@ -206,9 +218,9 @@ int lay_out_right(const void* numbers, int64_t row, int64_t down, int64_t is_flo
             lay_out_pairs(from, row, columns, depth, out, panel);
     };
     if (is_float)
-        lay_out((const float*)numbers + at);
+        lay_out((const float*)matrix + at);
     else
-        lay_out((const uint16_t*)numbers + at);
+        lay_out((const uint16_t*)matrix + at);
     if (down)
         for (int64_t i = 0; i < panels_of(columns); i++) transpose_tiles(out + i * panel, 2 * panels_of(depth));
     return DONE;
@@ -216,21 +228,22 @@ int lay_out_right(const void* numbers, int64_t row, int64_t down, int64_t is_flo
     return outcome_of_exception();
 }
 
-// Products of `rows` rows in bfloat16, whose numbers lie side by side or (`down`) `row` apart, with a right factor that
-// has been laid out.
-int multiply(const uint16_t* numbers, int64_t row, int64_t down, int64_t rows, int64_t depth, const uint16_t* right,
+// The product of a left factor [rows, depth] in bfloat16 and a right factor that `lay_out_right` has laid out. With
+// `down` the elements of a left column are contiguous and columns are `row` elements apart; else rows are.
+int multiply(const uint16_t* matrix, int64_t row, int64_t down, int64_t rows, int64_t depth, const uint16_t* right,
              int64_t columns, const float* bias, int64_t kind, void* out, int64_t out_row, int64_t first,
              int64_t last) try {
     static thread_local Buffer<uint16_t> left_buffer;
     static thread_local Buffer<float> sums_buffer;
     int64_t steps = panels_of(depth), num_far = std::min(steps, FAR_STEPS), end = std::min(rows, last * EDGE);
-    int64_t height = std::min(FAR_ROWS, FAR_NUMBERS / (num_far * EDGE) / EDGE * EDGE);
-    // Sums stay until their last step: those of one block, of a column of blocks, or all.
+    int64_t height = std::min(FAR_ROWS, FAR_ELEMENTS / (num_far * EDGE) / EDGE * EDGE);
+    // Sums are kept until their last step. `sums` holds one block if a panel is done in one pass, a column of blocks if
+    // the left factor's section has the whole depth, and else all blocks of the section.
     int64_t panel_blocks = steps > NEAR_STEPS, column_blocks = steps > FAR_STEPS ? height / EDGE : 0;
     uint16_t* left = left_buffer.reserve(height * num_far * EDGE);
     float* sums = sums_buffer.reserve((column_blocks * panels_of(columns) + height / EDGE) * BLOCK);
     Output output{out, out_row, kind, bias};
-    // Nothing that follows throws, so that the tiles are released.
+    // Nothing below throws, so the tiles are always released.
     _tile_loadconfig(&WHOLE_TILES);
     for (int64_t top = first * EDGE; top < end; top += height) {
         int64_t here = std::min(height, end - top), here_panels = panels_of(here);
@@ -238,16 +251,16 @@ int multiply(const uint16_t* numbers, int64_t row, int64_t down, int64_t rows, i
             int64_t far_end = std::min(steps, far + FAR_STEPS), panel = (far_end - far) * STEP;
             int64_t far_depth = std::min(depth, far_end * EDGE) - far * EDGE;
             if (down) {
-                lay_out_pairs(numbers + far * EDGE * row + top, row, here, far_depth, left, panel);
+                lay_out_pairs(matrix + far * EDGE * row + top, row, here, far_depth, left, panel);
                 transpose_tiles(left, here_panels * panel / TILE);
             } else {
-                lay_out_rows(numbers + top * row + far * EDGE, row, here, far_depth, left, panel);
+                lay_out_rows(matrix + top * row + far * EDGE, row, here, far_depth, left, panel);
             }
             for (int64_t column = 0; column < columns; column += EDGE)
                 for (int64_t near = far; near < far_end; near += NEAR_STEPS) {
                     int64_t near_end = std::min(far_end, near + NEAR_STEPS);
                     const uint16_t* factor = right + (column / EDGE * steps + near) * STEP;
-                    // The next column of blocks begins again at `far`.
+                    // What the next pass reads of the right factor; the next column of blocks starts at `far` again.
                     const uint16_t* next = factor + (near_end < far_end ? near_end - near : steps - near + far) * STEP;
                     for (int64_t i = 0; i < here_panels; i++) {
                         float* block = sums + (column / EDGE * column_blocks + i * panel_blocks) * BLOCK;

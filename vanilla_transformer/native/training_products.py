@@ -1,9 +1,9 @@
-"""Matrix products in bfloat16 by the tiles of AMX, where training has them: weights as they are, and any layout.
+"""Matrix products of training in bfloat16, by the tiles of AMX.
 
-torch rounds weights into bfloat16 with a pass of their own, and brings every factor into the form of the tiles anew
-for each product; a product whose left factor is transposed runs at half the rate, and gradients of weights leave it in
-bfloat16. The functions of `training_products.cpp` lay out each factor once, out of float32 or bfloat16, along rows or
-columns, and write float32 or bfloat16. Their results do not depend on the number of threads.
+In torch, rounding float32 weights to bfloat16 is a pass of its own, each product lays out its factors for the tiles
+anew, a product with a transposed left factor runs at half the rate, and gradients of weights come out in bfloat16. The
+functions of `training_products.cpp` read float32 or bfloat16, row-major or transposed, lay out each factor once, and
+write float32 or bfloat16. Their results do not depend on the number of threads.
 """
 
 import ctypes
@@ -15,20 +15,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .library import load_library
-from .threads import DONE, FAILED, NO_MEMORY, TensorPointer, run_in_threads
+from .library import constants_of_outcomes, load_library
+from .threads import TensorPointer, run_in_threads
 
 
 _SOURCES = tuple(Path(__file__).parent / name for name in ("training_products.cpp", "simd.h"))
-# Rows of a panel of the left factor, columns of one of the right factor, and numbers of each in a step along the sums.
+# Rows of a left panel, columns of a right panel, and elements of either in a step along the depth.
 _EDGE = 32
-# Bits of `Kind` in the C++ file.
+# Elements of a panel in a step.
+_BLOCK = _EDGE * _EDGE
+# Bits of `Kind` in the C++ file: write float32; write the transpose; add to what is there; apply ReLU.
 _WIDE, _TRANSPOSED, _ADDED, _RELU = 1, 2, 4, 8
 
 
 @cache
 def why_no_products() -> str | None:
-    """The reason why torch computes the products here, as a clause; `None` if it does not."""
+    """The reason why these products do not work on this machine, as a clause; `None` if they do."""
     try:
         _library()
     except OSError as error:
@@ -37,18 +39,18 @@ def why_no_products() -> str | None:
 
 
 def can_multiply(dtype: torch.dtype, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether `RightFactor` takes these weights for products in a type.
+    """Whether `RightFactor.stack` takes these weights for products in this type.
 
     Args:
         dtype: Type of the products.
-        weights: Matrices that are to be stacked.
+        weights: Matrices [A_i, B] to be stacked.
     """
     return (
         dtype == torch.bfloat16
-        # Other classes of tensors may have no numbers in memory.
+        # Other tensor classes, such as DTensor or FakeTensor, may hold no elements in memory.
         and all(type(weight) in (torch.Tensor, nn.Parameter) for weight in weights)
         and all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights)
-        # The next matrix begins with a panel of its own.
+        # Each matrix of the stack must start with a new panel.
         and all(len(weight) % _EDGE == 0 for weight in weights[:-1])
         and why_no_products() is None
     )
@@ -56,12 +58,12 @@ def can_multiply(dtype: torch.dtype, weights: Sequence[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RightFactor:
-    """The right factor of products, in bfloat16 and in the form of the tiles; made by `stack` and `of_rows`.
+    """The right factor [depth, columns] of products in bfloat16, laid out for the tiles by `stack` or `of_rows`.
 
     Args:
-        panels: Its numbers.
-        depth: Number of its rows.
-        columns: Number of its columns.
+        panels: Its elements, padded to whole panels and steps.
+        depth: Number of rows.
+        columns: Number of columns.
     """
 
     panels: torch.Tensor
@@ -70,11 +72,12 @@ class RightFactor:
 
     @classmethod
     def stack(cls, weights: Sequence[torch.Tensor], *, transposed: bool) -> "RightFactor":
-        """Stack matrices [A_i, B] in float32, each row by row, for which `can_multiply` holds.
+        """Stack matrices [A_i, B] in float32, for which `can_multiply` holds.
 
         Args:
             weights: The matrices.
-            transposed: Whether the factor is their transpose [B, sum of A_i], rather than [sum of A_i, B].
+            transposed: Whether the factor is the transpose of the stack [B, sum of A_i], or the stack
+                [sum of A_i, B] itself.
         """
         height, width = sum(len(weight) for weight in weights), weights[0].shape[1]
         factor = cls._empty(*((width, height) if transposed else (height, width)))
@@ -86,22 +89,22 @@ class RightFactor:
 
     @classmethod
     def of_rows(cls, matrix: torch.Tensor) -> "RightFactor":
-        """A matrix [depth, columns] in bfloat16, whose rows lie anywhere."""
+        """A matrix [depth, columns] in bfloat16, with any strides."""
         factor = cls._empty(*matrix.shape)
         factor._lay_out(matrix, 0, False)
         return factor
 
     @classmethod
     def _empty(cls, depth: int, columns: int) -> "RightFactor":
-        size = _panels(columns) * _panels(depth) * _EDGE * _EDGE
+        size = _panels(columns) * _panels(depth) * _BLOCK
         return cls(torch.empty(size, dtype=torch.bfloat16), depth, columns)
 
     def _lay_out(self, matrix: torch.Tensor, start: int, transposed: bool) -> None:
-        """Fill the columns from `start` on with rows of the matrix, or rows with rows."""
+        """Fill the columns (if `transposed`) or the rows of the factor from `start` on with the rows of a matrix."""
         matrix = _with_rows(matrix)
-        panel = _panels(self.depth) * _EDGE * _EDGE
+        panel = _panels(self.depth) * _BLOCK
         columns, depth = matrix.shape if transposed else matrix.shape[::-1]
-        place = start // _EDGE * (panel if transposed else _EDGE * _EDGE)
+        place = start // _EDGE * (panel if transposed else _BLOCK)
         run_in_threads(
             _library().lay_out_right, _panels(columns), matrix, matrix.stride(0), transposed,
             matrix.dtype == torch.float32, columns, depth, (self.panels, place), panel,
@@ -117,18 +120,22 @@ def multiply(
     out: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute left right + bias, and max(0, ...) of it.
+    """Compute left right + bias in bfloat16, and ReLU of it.
 
     Args:
         left: [N, depth], in bfloat16.
-        right: The right factor.
+        right: The right factor [depth, columns].
         bias: [columns].
-        relu: Whether negative sums become zero.
-        out: Where the product is written [N, columns or more], row by row, in bfloat16; otherwise a new tensor.
-        add_to: What the product is added to, likewise; in its place.
+        relu: Whether negative results become zero.
+        out: Receives the product in its first columns [N, columns or more], in bfloat16 with contiguous rows. `None`
+            makes a new tensor.
+        add_to: Tensor to which the product is added in place, likewise; takes precedence over `out`.
 
     Returns:
-        The result, in the first columns of `out` if that was given.
+        `add_to`, `out` or the new tensor.
+
+    Raises:
+        ValueError: Shapes, types or strides do not fit.
     """
     if add_to is not None:
         out = add_to
@@ -144,14 +151,17 @@ def product_over_rows(left: torch.Tensor, right: torch.Tensor, *, add_to: torch.
     Args:
         left: [N, A], in bfloat16.
         right: [N, B], in bfloat16.
-        add_to: What the product is added to [A, B], row by row; in its place. Otherwise a new tensor.
+        add_to: Tensor [A, B] with contiguous rows to which the product is added in place. `None` makes a new tensor.
 
     Returns:
-        The result [A, B].
+        `add_to` or the new tensor [A, B].
+
+    Raises:
+        ValueError: Shapes, types or strides do not fit.
     """
     out = left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32) if add_to is None else add_to
     kind = _WIDE | (0 if add_to is None else _ADDED)
-    # What is laid out whole is read again for each part of the other: it had better be the smaller one.
+    # The right factor is laid out completely and read again for each section of the left one: the smaller is cheaper.
     if left.shape[1] < right.shape[1]:
         _multiply(right.T, RightFactor.of_rows(left), None, kind | _TRANSPOSED, out)
     else:
@@ -160,7 +170,7 @@ def product_over_rows(left: torch.Tensor, right: torch.Tensor, *, add_to: torch.
 
 
 def _multiply(left: torch.Tensor, right: RightFactor, bias: torch.Tensor | None, kind: int, out: torch.Tensor) -> None:
-    """Let C++ multiply, which trusts in what is checked here; `out` is the product's transpose if `kind` says so."""
+    """Check the operands and multiply in C++, which checks nothing; `out` receives what the bits of `kind` say."""
     shape = (len(left), right.columns)
     rows, columns = reversed(shape) if kind & _TRANSPOSED else shape
     if (
@@ -189,7 +199,7 @@ def _multiply(left: torch.Tensor, right: RightFactor, bias: torch.Tensor | None,
 
 
 def _with_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself if its rows have their numbers side by side, or a copy."""
+    """The matrix itself if the elements of its rows are contiguous, else a copy."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
@@ -202,7 +212,7 @@ def _library() -> ctypes.CDLL:
     """The C++ functions, compiled if they are not in the cache.
 
     Raises:
-        OSError: There is no compiler, or it or the result does not work; the message is a clause that says so.
+        OSError: There is no compiler, or it or its result does not work; the message is a clause with the reason.
     """
     number, tensor = ctypes.c_int64, TensorPointer
     bounds = [number, number]
@@ -213,8 +223,8 @@ def _library() -> ctypes.CDLL:
         ),
     }  # fmt: skip
     constants = {
-        "edge": _EDGE, "wide": _WIDE, "transposed": _TRANSPOSED, "added": _ADDED, "relu": _RELU,
-        "done": DONE, "no_memory": NO_MEMORY, "failed": FAILED,
+        "edge": _EDGE, "block": _BLOCK, "wide": _WIDE, "transposed": _TRANSPOSED, "added": _ADDED, "relu": _RELU,
+        **constants_of_outcomes(),
     }  # fmt: skip
     supported_by = "supports_products", "processor, compiler or system does not offer AMX"
     return load_library("products", _SOURCES, functions, constants, supported_by=supported_by)

@@ -1,4 +1,4 @@
-"""What a run would take, measured on a few of its batches."""
+"""Estimates the time and memory of a run from a few of its batches."""
 
 import resource
 import sys
@@ -18,7 +18,7 @@ from .options import TrainingOptions
 
 
 def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
-    """Estimate a run: prepare the text, then time and measure a few batches; nothing but a `cache_dir` is kept.
+    """Estimate a run: prepare the text, then measure time and memory of a few batches. Keeps only a given `cache_dir`.
 
     Args:
         options: Training options.
@@ -45,7 +45,7 @@ def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
             run.optimizer.zero_grad()
             seconds.append(time.perf_counter() - started)
             tokens.append(target_tokens + int(data.train.source_lengths[batch].sum()))
-        # The first batch pays for warming up.
+        # The first batch, which warms up, does not count.
         per_token = sum(seconds[1:]) / sum(tokens[1:])
         all_tokens = int(data.train.source_lengths.sum() + data.train.target_lengths.sum())
         num_updates = run.num_updates
@@ -67,10 +67,10 @@ def dry_run(options: TrainingOptions) -> dict[str, float | int | str]:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Largest memory so far in bytes: the accelerator's, or the process's."""
+    """Peak memory so far in bytes: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Kibibytes, but bytes on macOS.
+    # In KiB; on macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -79,8 +79,8 @@ def train(
         options: Training options.
         evaluation: Scores the model at each validation, on the main process.
         on_checkpoint: Receives the folder of every finished checkpoint, on the main process, such as to publish it.
-            The run waits for it, so that long work belongs in a thread, under `leases.reading`. Its errors are
-            reported and do not end the run.
+            The run waits for it, so long work belongs in a thread, under `leases.reading`. Its errors are reported
+            and do not end the run.
 
     Returns:
         How the run ended.
@@ -154,7 +154,7 @@ class TrainingRun:
             options.best_metric, options.keep_best, options.early_stopping_patience, options.early_stopping_threshold
         )
         checkpoint, skipped = self._resume() if options.resume else (None, 0)
-        # Here, where all processes come by: the beginning of an epoch may make them wait for one another.
+        # Here, because all processes get here: at the beginning of an epoch they may wait for one another.
         self.plan.begin()
         self.num_updates = options.max_updates
         if options.max_epochs is not None:
@@ -185,7 +185,7 @@ class TrainingRun:
             self.optimizer,
             self.model.config,
             data.train,
-            # Another epoch may have other lengths.
+            # Looked up at each call: another epoch may have other batches.
             None if self.packs else lambda batch: self.batches.parts(batch),
         )
         self.optimiser_step.skipped = skipped
@@ -210,7 +210,7 @@ class TrainingRun:
 
     @property
     def fill_rate(self) -> float:
-        """Share of the tokens of the epoch, or of the window of a stream, that are not padding."""
+        """Share of the epoch's tokens, or of the stream's window, that are not padding."""
         return 1.0 if self.packs else self.plan.fill_rate
 
     def run(self) -> TrainingResult:
@@ -226,9 +226,9 @@ class TrainingRun:
             journal = Journal(options.output_dir / "metrics.jsonl", self.update, validated, trackers.log)
             self._samples = Journal(options.output_dir / "samples.jsonl", validated)
             self._journals = (journal, self._samples)
-            # What lies beyond is damaged, and would be counted among the last checkpoints.
+            # Checkpoints after this update are damaged, and would count as the last ones.
             discard(path for path in list_checkpoints(self.checkpoints) if update_of(path) > self.update)
-            # A kill may have come between writing the newest one and this.
+            # A run that was killed after writing the newest checkpoint has not deleted the oldest ones yet.
             rotate(self.checkpoints, options.keep_last, self.selection.best_updates)
         if self.update >= self.num_updates:
             accelerator.print(f"The run in {options.output_dir} has done all of its {self.num_updates:,} updates.")
@@ -252,10 +252,10 @@ class TrainingRun:
 
     def _loop(self, journal: Journal | None, progress: tqdm) -> None:
         options = self.options
-        # A run that was stopped when a validation was due has not done it yet.
+        # A run that was stopped when a validation was due has not validated yet.
         if self.selection.validated < self.update and self.validation.is_due(self.update, self.num_updates):
             self._validate(journal, progress)
-            # The checkpoint that the run was resumed from knows nothing of it.
+            # The checkpoint that the run was resumed from does not have this validation's score.
             self.save()
         self._window.restart_clock()
         while self.update < self.num_updates and not self.selection.is_exhausted:
@@ -303,12 +303,12 @@ class TrainingRun:
             raise stopped(reason, self.checkpoints, number - self._watch.streak)
 
     def _wish_to_stop(self, number: int) -> int:
-        """The signal that this process received; on the main process OUT_OF_TIME, when there is still work to do."""
+        """The signal that this process received; or, on the main process, OUT_OF_TIME if updates are left."""
         is_time = self.accelerator.is_main_process and time.monotonic() >= self.deadline
         return self._received or (OUT_OF_TIME if is_time and number < self.num_updates else 0)
 
     def _validate(self, journal: Journal | None, progress: tqdm) -> bool:
-        """Validate, write it down, and return whether this update's checkpoint is one of the best."""
+        """Validate, record the scores, and return whether this update's checkpoint is one of the best."""
         record = self.validation(self.update)
         samples = record.pop("samples", ())
         if journal is not None:
@@ -320,10 +320,10 @@ class TrainingRun:
         return self.selection.see(self.update, record)
 
     def step(self, update: Update, number: int) -> torch.Tensor:
-        """Do one optimiser step.
+        """Take one optimiser step.
 
-        The gradient is that of the loss summed over the whole update, divided by its number of target tokens, however
-        the update is cut into batches and however these are spread over processes.
+        The loss is summed over the whole update and divided by its number of target tokens, so that the gradient does
+        not depend on how the update is divided into batches and processes.
 
         Args:
             update: The batches of the step.
@@ -333,7 +333,7 @@ class TrainingRun:
             Smoothed loss and negative log-likelihood, summed over this process's target tokens; float64 [2].
 
         Raises:
-            UserError: The loss or its gradient is not finite; the weights are as they were.
+            UserError: The loss or its gradient is not finite. The weights have not changed.
         """
         try:
             sums = self.optimiser_step(update, number, self._learning_rate(number))
@@ -347,7 +347,7 @@ class TrainingRun:
         return sums
 
     def save(self) -> None:
-        """Write a checkpoint and delete the oldest ones."""
+        """Write a checkpoint, and delete old ones as `keep_last` and `keep_best` say."""
         state, tensors = self._state(), {}
         model = whole_model(self.model, self.accelerator)
         if self.accelerator.is_main_process or is_sharded(self.model):
@@ -383,7 +383,7 @@ class TrainingRun:
             "epoch": round(self.plan.passes(self.update), 4),
             "loss": loss / window.target_tokens,
             "nll": nll / window.target_tokens,
-            # JSON has no infinity, which an overflow in float16 gives.
+            # JSON has no infinity, which an overflow in float16 can give.
             "gradient_norm": norm if math.isfinite(norm) else None,
             "learning_rate": self._learning_rate(self.update),
             "tokens_per_second": window.tokens / window.seconds,
@@ -398,17 +398,17 @@ class TrainingRun:
         return record
 
     def _on_signal(self, number: int) -> None:
-        # Only a second Ctrl-C is impatience: launchers repeat SIGTERM, which must not break off the saving.
+        # Only a second Ctrl-C stops at once: launchers repeat SIGTERM, which must not interrupt saving.
         if number == signal.SIGINT and self._received == number:
             raise KeyboardInterrupt
         self._received = number
 
     def _exchange(self, sums: torch.Tensor, stop: int) -> tuple[torch.Tensor, int, int]:
-        """Sum losses and computed tokens over the processes, and take the most pressing of their wishes to stop."""
+        """Sum losses and computed tokens over processes, and agree on the reason to stop; 0 is to go on."""
         computed_tokens = self.optimiser_step.computed_tokens
         if self.accelerator.num_processes == 1:
             return sums, computed_tokens, stop
-        # One message for all three.
+        # One collective operation for all three.
         values = [*sums.tolist(), computed_tokens, stop]
         message = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         messages = self.accelerator.gather(message).cpu().view(-1, 4)
@@ -426,7 +426,7 @@ class TrainingRun:
         (folder / "training_state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
     def _state(self) -> dict:
-        """Where a resumed run goes on, and what it must have in common with this one."""
+        """Where a resumed run continues, and the identity that it must share with this run."""
         return {
             "update": self.update,
             "stopgap": self.update % self.options.save_every != 0,
@@ -440,15 +440,15 @@ class TrainingRun:
         }
 
     def _resume(self) -> tuple[Path, int]:
-        """Load the newest sound checkpoint, but for moments and moving average; return it and the skipped steps."""
+        """Load the newest sound checkpoint except moments and moving average; return it and the skipped steps."""
         with self.accelerator.main_process_first():
             checkpoint = newest_sound(self.checkpoints, lambda text: self.accelerator.print(text, file=sys.stderr))
         if checkpoint is None:
             raise UserError(
-                f"--resume was given, but {self.options.output_dir} holds no checkpoint; leave --resume out to start."
+                f"`resume` was set, but {self.options.output_dir} holds no checkpoint; leave it out to start."
             )
         state = json.loads((checkpoint / "training_state.json").read_text(encoding="utf-8"))
-        # The options leave much to presets and defaults, which another version of the package may have changed.
+        # Compare architectures too: another version of the package may have other presets and defaults.
         config = load_config(checkpoint)
         different = differences(
             state | {"architecture": architecture_of(config)},
@@ -457,13 +457,13 @@ class TrainingRun:
         if different:
             raise UserError(
                 f"The run in {self.options.output_dir} cannot be resumed, because these differ: "
-                f"{'; '.join(different)}; set them back, or start a new run in another --output_dir."
+                f"{'; '.join(different)}; set them back, or start a new run in another `output_dir`."
             )
         saved = load_model(checkpoint, config=config, dtype=self.model.dtype)
         self.model.load_state_dict(saved.state_dict())
         self.update = state["update"]
-        # Checkpoints of 0.1.0 say less: the plan then walks to the update from the first, and the next record covers
-        # the updates that follow.
+        # Checkpoints of 0.1.0 have no plan: the plan then steps from the first update to this one, and the next record
+        # of the journal covers only the updates after it.
         if "plan" in state:
             self.plan.load(state["plan"], checkpoint)
             self._window.restore(state["window"])
@@ -478,7 +478,7 @@ class TrainingRun:
         return checkpoint, state.get("skipped", 0)
 
     def _facts(self) -> dict[str, Any]:
-        """What the run's record tells of model, plan and devices."""
+        """Facts about model, batches and devices for the run's record."""
         return {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "updates": self.num_updates,

@@ -1,4 +1,4 @@
-"""What a run ends with: its model, and how it ended."""
+"""The result of a run: its model, and how the run ended."""
 
 import sys
 from dataclasses import dataclass
@@ -38,22 +38,22 @@ class TrainingResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run came to its end and has a result."""
+        """Whether the run did all of its updates and wrote its model."""
         return self.interrupted_by is None and not self.out_of_time
 
 
 def write_result(
     options: TrainingOptions, checkpoints: Path, best_updates: list[int], generation_config: GenerationConfig
 ) -> None:
-    """Write the run's model: the mean of the last checkpoints, or the best one, or a moving average there.
+    """Write the run's model: the mean of the last or the best checkpoints, of weights or of their moving averages.
 
-    Damaged checkpoints are passed over, with a sentence on standard error that names them.
+    Damaged checkpoints are skipped, and named on standard error.
 
     Args:
         options: Training options.
         checkpoints: Folder of the checkpoints.
         best_updates: Numbers of optimiser steps of the best checkpoints, best first.
-        generation_config: How the model is to translate; a resumed run may have changed it since the checkpoints.
+        generation_config: Written with the model; a resumed run may have changed it since the checkpoints.
 
     Raises:
         UserError: All of these checkpoints are damaged, or the disk is full.
@@ -69,8 +69,8 @@ def write_result(
         chosen = checkpoints_of_mean(checkpoints, options.num_averaged, report)
     if not chosen:
         raise UserError(
-            f"Every checkpoint in {checkpoints} that --result {options.result} may take is damaged; use --resume with "
-            "another --result."
+            f"Every checkpoint in {checkpoints} that a `result` of {options.result} may take is damaged; resume the "
+            "run with another `result`."
         )
     with naming_disk("The model", options.output_dir, checkpoints):
         note_result(options.output_dir, None)

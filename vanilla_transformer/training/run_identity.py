@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with the run that it goes on with."""
+"""The identity of a run: what a resumed run must have in common with the run that it continues."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from .options import FREE_ON_RESUME, TrainingOptions
 
 
 def identity_of(options: TrainingOptions, data: PreparedData) -> dict[str, dict[str, Any]]:
-    """What the weights, the losses and the order of the batches depend on.
+    """Everything that weights, losses and the order of batches depend on.
 
     Args:
         options: Training options.
         data: Vocabulary and encoded text.
 
     Returns:
-        `options` and `data`, values by name.
+        The groups `options` and `data`, each with values by name.
     """
     return {
         "options": {name: value for name, value in options.as_dict().items() if name not in FREE_ON_RESUME},
@@ -28,19 +28,19 @@ def identity_of(options: TrainingOptions, data: PreparedData) -> dict[str, dict[
 
 
 def differences(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
-    """Everything in which two identities differ, named with both values.
+    """Name everything in which two identities differ, with both values.
 
     Args:
-        then: Identity of the run that is to be continued; other entries are left out of account.
+        then: Identity of the run that is to be continued; groups that `now` lacks are ignored.
         now: Identity of the run that continues it.
 
     Returns:
         One phrase for each difference.
     """
-    # An option that is newer than the checkpoint had its default then.
+    # A checkpoint from before an option existed has the option's default.
     defaults = TrainingOptions().as_dict()
     then = {**then, "options": {**{name: defaults.get(name) for name in now["options"]}, **then["options"]}}
-    # Options of the model are part of its architecture, too.
+    # By name, because options of the model are part of its architecture, too.
     phrases = {
         name: f"{name} ({then[group].get(name)!r} then, {values.get(name)!r} now)"
         for group, values in now.items()

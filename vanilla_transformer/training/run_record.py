@@ -1,4 +1,4 @@
-"""What a run's folder tells about the run: its options, and the record of versions, sizes and text."""
+"""The record of a run in its folder: its options, and versions, sizes and text."""
 
 import json
 import platform
@@ -22,7 +22,7 @@ _PACKAGES = ("vanilla-transformer", "torch", "transformers", "tokenizers", "acce
 
 
 def note_result(folder: Path, updates: list[int] | None) -> None:
-    """Note in `run.json` what the run's model was made of.
+    """Note in `run.json` the checkpoints that the run's model was made of.
 
     Args:
         folder: Folder of the run.
@@ -32,7 +32,7 @@ def note_result(folder: Path, updates: list[int] | None) -> None:
 
 
 def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData, facts: dict[str, Any]) -> None:
-    """Write `options.yaml` and `run.json`, and say on standard error what is going to be trained.
+    """Write `options.yaml` and `run.json`, and describe the run on standard error.
 
     Args:
         folder: Folder of the run.
@@ -54,10 +54,10 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
         "dataset_is_folder": options.dataset is not None and Path(options.dataset).is_dir(),
         "train": data.train.report,
         "valid": None if data.valid is None else data.valid.report,
-        # The model that lies there stays that of the earlier run until this one has a result.
+        # Until this run has a result, the model in the folder is that of the earlier run.
         "result": earlier.get("result"),
     }
-    # First, for it tells that the files beside it are a run's.
+    # First, because it marks the files beside it as those of a run.
     _write(folder, record)
     values = options.as_dict() | {"resume": False}
     (folder / "options.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")

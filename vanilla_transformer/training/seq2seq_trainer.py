@@ -1,4 +1,4 @@
-"""Token batches for those who fine-tune with transformers' own trainer."""
+"""Batches by number of tokens for fine-tuning with transformers' `Seq2SeqTrainer`."""
 
 from collections.abc import Iterator
 
@@ -13,9 +13,9 @@ from vanilla_transformer.errors import UserError
 
 
 class TokenBatchSampler(Sampler[list[int]]):
-    """What one process reads of the batches of every epoch: each in turn, and all equally many.
+    """One process's batches of every epoch: batches are dealt out in turn, and all processes get equally many.
 
-    Where the last round has fewer batches than processes, the epoch's first ones fill it up, as Accelerate does it.
+    If the last round has fewer batches than processes, the epoch's first batches fill it up, as in Accelerate.
 
     Args:
         plan: The batches.
@@ -28,11 +28,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.process = process
         self.num_processes = num_processes
         self.epoch = 0
-        # Where batches are cut depends on the sorted lengths alone, which are the same in every epoch.
+        # Batches depend only on the sorted lengths, so their number is the same in every epoch.
         self._num_batches = len(plan.batches(0))
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is read next."""
+        """Set the epoch that is read next."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 class TokenBatchSeq2SeqTrainer(Seq2SeqTrainer):
-    """`Seq2SeqTrainer` with training batches of so many tokens, of pairs of like lengths, as in the paper (§5.1).
+    """`Seq2SeqTrainer` with training batches of about `tokens_per_batch` tokens, of similar lengths, as in §5.1.
 
     An update has `tokens_per_batch` x `gradient_accumulation_steps` x processes tokens on either side, padding
     included. `per_device_train_batch_size` and `train_sampling_strategy` then have no effect on training; evaluation
@@ -62,10 +62,10 @@ class TokenBatchSeq2SeqTrainer(Seq2SeqTrainer):
         self.tokens_per_batch = tokens_per_batch
 
     def get_train_dataloader(self) -> DataLoader:
-        """The loader of this process's training batches; the lengths of all rows are read once before.
+        """The loader of this process's training batches. Reads the lengths of all rows first.
 
         Returns:
-            A loader of as many batches in every process, in an order that the seed and the epoch decide.
+            A loader with the same number of batches in every process, in an order that depends on seed and epoch.
 
         Raises:
             UserError: The data has no length, or a row is longer than a batch may be.
@@ -79,7 +79,7 @@ class TokenBatchSeq2SeqTrainer(Seq2SeqTrainer):
         lengths = np.array([(len(row["input_ids"]), len(row["labels"])) for row in usual.dataset])
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         plan = TokenBatches(*lengths.T, tokens_per_batch=self.tokens_per_batch, seed=seed)
-        # Accelerate would share out only batches of one size, and after a resumption not be told of the epoch.
+        # Accelerate would distribute only batches of one size, and would not learn the epoch of a resumed run.
         sampler = TokenBatchSampler(plan, process=self.args.process_index, num_processes=self.args.world_size)
         kept = (
             "collate_fn",

@@ -30,10 +30,11 @@ KINDS = {
 
 def models(*, sixteen_bits: bool = True, **changes) -> tuple[VanillaTransformerForConditionalGeneration, ...]:
     """The same network in training mode, plain and fused; both with the dropout for CPUs unless told otherwise."""
-    config = VanillaTransformerConfig(
-        vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=64, dropout=0.1, **changes,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64,
+    }  # fmt: skip
+    config = VanillaTransformerConfig(**{**sizes, "dropout": 0.1, **changes})
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     plain = VanillaTransformerForConditionalGeneration(config)
@@ -170,6 +171,128 @@ def test_the_log_says_what_computes(monkeypatch):
     )
     monkeypatch.setattr(kernels, "why_no_kernels", lambda: "they are wrong")
     assert fused_layers.operations_of(model, "bf16", device) == "fused operations without C++, because they are wrong"
+
+
+def use_stand_ins(monkeypatch, available: set[str]) -> set[str]:
+    """Let stand-ins in torch take the place of the C++ that is `available`; return the names of all that is called.
+
+    What is taken when is a question of conditions alone, and so the same on every processor.
+    """
+    called = set()
+
+    def seen(name: str, function):
+        def calling(*args, **kwargs):
+            called.add(name)
+            return function(*args, **kwargs)
+
+        return calling
+
+    def observed(base: type[torch.autograd.Function], name: str) -> type[torch.autograd.Function]:
+        return type(name, (base,), {"forward": staticmethod(seen(name, base.forward))})
+
+    def relu_backward(grad, activations):
+        grad.mul_(activations > 0)
+        return grad.float().sum(0)
+
+    def multiply(left, right, *, bias=None, relu=False, add_to=None):
+        product = nn.functional.linear(left, right.T.to(left.dtype), None if bias is None else bias.to(left.dtype))
+        return product.relu_() if relu else product if add_to is None else add_to.add_(product)
+
+    def stack(weights, *, transposed):
+        stacked = torch.cat([*weights])
+        return stacked.T if transposed else stacked
+
+    for module, name, cpp in (
+        (kernels, "why_no_kernels", "kernels"),
+        (products, "why_no_products", "products"),
+    ):
+        monkeypatch.setattr(module, name, lambda cpp=cpp: None if cpp in available else "it is not wanted")
+    attention, norm = fused_layers._Attention, fused_layers._AddAndNorm
+    monkeypatch.setattr(kernels, "ShortAttention", observed(attention, "ShortAttention"))
+    monkeypatch.setattr(kernels, "AddAndNorm", observed(norm, "AddAndNorm"))
+    monkeypatch.setattr(kernels, "relu_backward_", seen("relu_backward_", relu_backward))
+    for name in ("_Attention", "_AddAndNorm", "_Projection", "_FeedForward"):
+        monkeypatch.setattr(fused_layers, name, observed(getattr(fused_layers, name), name))
+    monkeypatch.setattr(fused_layers.RightFactor, "stack", staticmethod(stack))
+    monkeypatch.setattr(products, "multiply", seen("multiply", multiply))
+    monkeypatch.setattr(
+        products, "product_over_rows", seen("product_over_rows", lambda left, right: (left.T @ right).float())
+    )
+    return called
+
+
+BOTH = {"kernels", "products"}
+PRODUCTS = {"multiply", "product_over_rows"}
+FUSED = {"_Projection", "_FeedForward"}
+IN_KERNELS = FUSED | {"ShortAttention", "AddAndNorm", "relu_backward_"}
+IN_TORCH = FUSED | {"_Attention", "_AddAndNorm"}
+WHOLE = KINDS["whole_vectors"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "available", "expected"),
+    [
+        pytest.param(WHOLE, torch.bfloat16, BOTH, IN_KERNELS | PRODUCTS, id="all conditions hold"),
+        pytest.param(WHOLE, torch.bfloat16, {"kernels"}, IN_KERNELS, id="no AMX"),
+        pytest.param(WHOLE, torch.bfloat16, set(), IN_TORCH, id="no C++"),
+        pytest.param(WHOLE, torch.float16, BOTH, IN_TORCH, id="float16"),
+        pytest.param(WHOLE, None, BOTH, set(), id="float32"),
+        pytest.param({**WHOLE, "attention_dropout": 0.2}, torch.bfloat16, BOTH, set(), id="attention dropout"),
+        pytest.param(
+            {}, torch.bfloat16, BOTH, IN_KERNELS - {"ShortAttention"} | {"_Attention"} | PRODUCTS, id="narrow heads"
+        ),
+        pytest.param(
+            {**WHOLE, "norm_position": "pre"}, torch.bfloat16, BOTH, IN_KERNELS - {"AddAndNorm"} | PRODUCTS,
+            id="pre-norm",
+        ),
+        pytest.param(
+            {**WHOLE, "sixteen_bits": False}, torch.bfloat16, BOTH, IN_KERNELS - {"AddAndNorm"} | PRODUCTS,
+            id="torch's dropout",
+        ),
+        pytest.param(
+            {**WHOLE, "activation_function": "gelu"}, torch.bfloat16, BOTH,
+            IN_KERNELS - {"_FeedForward", "relu_backward_"} | PRODUCTS, id="gelu",
+        ),
+        pytest.param(
+            {**WHOLE, "activation_dropout": 0.2}, torch.bfloat16, BOTH,
+            IN_KERNELS - {"_FeedForward", "relu_backward_"} | PRODUCTS, id="activation dropout",
+        ),
+        pytest.param(
+            {**WHOLE, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}, torch.bfloat16, BOTH,
+            IN_KERNELS - {"relu_backward_"} | PRODUCTS, id="inner width",
+        ),
+        pytest.param(
+            {**WHOLE, "d_model": 40}, torch.bfloat16, BOTH, IN_KERNELS - {"AddAndNorm"} | {"_AddAndNorm"} | PRODUCTS,
+            id="width",
+        ),
+    ],
+)  # fmt: skip
+def test_the_table_says_which_way_is_taken(changes, dtype, available, expected, monkeypatch):
+    called = use_stand_ins(monkeypatch, available)
+    _, fused = models(**changes)
+    results(fused, dtype)
+    assert called == expected
+
+
+def test_sentences_beyond_the_longest_of_the_kernels_are_left_to_torch(monkeypatch):
+    called = use_stand_ins(monkeypatch, BOTH)
+    _, fused = models(**WHOLE)
+    # The sources have 9 tokens, the targets 7.
+    monkeypatch.setattr(kernels, "LONGEST", 8)
+    results(fused, torch.bfloat16)
+    assert {"_Attention", "ShortAttention"} < called
+    monkeypatch.setattr(kernels, "LONGEST", 6)
+    called.clear()
+    results(fused, torch.bfloat16)
+    assert "_Attention" in called and "ShortAttention" not in called
+
+
+def test_with_another_attention_no_layer_is_fused(monkeypatch):
+    called = use_stand_ins(monkeypatch, BOTH)
+    _, fused = models(**WHOLE)
+    fused.set_attn_implementation("sdpa")
+    results(fused, torch.bfloat16)
+    assert not called
 
 
 def test_the_parameters_and_what_is_saved_stay(tmp_path):

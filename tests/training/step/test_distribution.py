@@ -49,7 +49,7 @@ def test_one_process_shares_nothing(accelerator, loss, monkeypatch, fsdp):
     ("name", "value", "message"),
     [
         ("FSDP_VERSION", "1", "asks for FSDP version 1; set fsdp_version: 2"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "use --gradient_checkpointing"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "use `gradient_checkpointing`"),
         ("FSDP_OFFLOAD_PARAMS", "true", "sets fsdp_offload_params"),
     ],
 )
@@ -70,7 +70,7 @@ def test_what_fsdp_cannot_do_here_is_refused(accelerator, loss, monkeypatch, nam
         (
             8, 0, 1,
             "24,576 tokens an update = 6 batches of 4,096 over 8 processes, 0 or 1 each; "
-            "a --tokens_per_batch of 3,072 or less would give every process work",
+            "a `tokens_per_batch` of 3,072 or less would give every process work",
         ),
     ],
 )  # fmt: skip

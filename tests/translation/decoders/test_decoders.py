@@ -447,7 +447,7 @@ def test_too_little_memory_is_an_error_that_can_be_caught(scrambled):
     *messages, failed, rows = done.stdout.splitlines()
     assert len(messages) == 2
     # What a step left half done is not gone on with.
-    assert failed == "The decoder in C++ failed with status 3, or has failed before."
+    assert failed == "The decoder in C++ failed with status 3 in this step or an earlier one."
     assert all("no memory left to translate a batch" in message for message in messages)
     assert rows == "20000"
 
@@ -459,7 +459,7 @@ def test_too_many_rows_to_select_are_an_error_that_can_be_caught(scrambled, coun
     rows = torch.zeros(1, dtype=torch.long)
     assert (
         incremental_decoder.load_library().select_rows(state.handle, None, 0, rows.data_ptr(), count)
-        == incremental_decoder._NO_MEMORY
+        == library.Outcome.NO_MEMORY
     )
     decoder.select(state, None, rows)
     assert len(decoder.step(state, torch.tensor([1]))) == 1
@@ -509,11 +509,11 @@ def test_what_cpp_would_trust_in_is_refused(scrambled):
             decoder.step(state, tokens)
     wrong = ([], []), ([0, 1], [0]), ([0, 1], [0, 1, 0]), ([0, 1], [0, 2]), ([0, -1], [0, 1]), ([2], [0])
     for sentences, rows in wrong:
-        with pytest.raises(ValueError, match="rows are selected that are not there"):
+        with pytest.raises(ValueError, match="`rows` or `sentences` names one that does not exist"):
             decoder.select(state, torch.tensor(sentences, dtype=torch.long), torch.tensor(rows, dtype=torch.long))
     assert decoder.step(state, torch.tensor([1, 1], dtype=torch.int32)).isfinite().all()
     model.config.decoder_ffn_dim += 1
-    with pytest.raises(ValueError, match="other sizes than its configuration says"):
+    with pytest.raises(ValueError, match="do not have the sizes of its configuration"):
         NativeDecoder(model, precision="float32")
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the memory that tensors leave, where glibc manages it."""
+"""Settings of memory allocation: freed memory in glibc, and huge pages."""
 
 import ctypes
 import os
@@ -6,17 +6,17 @@ import sys
 from pathlib import Path
 
 
-# Memory may grow to so many times what updates need before gaps in it are given back.
+# Memory may grow to this multiple of what an update needs before its gaps are given back.
 _GROWTH = 1.5
 _STATISTICS = Path("/proc/self/statm")
 
 
 class FreedMemory:
-    """Has glibc keep freed tensors' memory, and give it back where it lies in gaps that no tensor fits into.
+    """Has glibc keep the memory of freed tensors, and return it when gaps have made the process grow too large.
 
-    A small model would spend much of its time asking the kernel for memory. But batches have many shapes, and for each
-    shape oneDNN keeps small pieces of its own among the tensors: the memory of a base model would grow to several
-    times what its updates need.
+    Otherwise a small model would spend much of its time on asking the kernel for memory. But keeping it needs a limit:
+    batches have many shapes, and for each shape oneDNN keeps small allocations among the tensors. The memory of a base
+    model would grow to several times what its updates need.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,14 @@ class FreedMemory:
 def prefer_huge_pages() -> None:
     """Have torch ask Linux for pages of 2 MiB for large tensors, unless the environment says otherwise.
 
-    Training's passes over activations wait less for addresses then. torch looks when it makes its first tensor.
+    Passes over activations then wait less for address translation. Call it before torch makes its first tensor, when
+    it reads the setting.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed, from now on, for what is asked of it next."""
+    """Have glibc keep memory that is freed from now on, for later allocations."""
     libc = _glibc()
     if libc is not None:
         trim_threshold, mmap_threshold = -1, -3
@@ -53,14 +54,14 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give the kernel back what is free, wherever it lies."""
+    """Have glibc return all free memory to the kernel, including gaps between allocations."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
 def resident_memory() -> int | None:
-    """Bytes of this process that are in memory; `None` where the system does not tell."""
+    """Resident memory of this process in bytes; `None` where the system does not report it."""
     try:
         return int(_STATISTICS.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -68,7 +69,7 @@ def resident_memory() -> int | None:
 
 
 def machine_memory() -> int | None:
-    """Bytes of memory that this machine has; `None` where the system does not tell."""
+    """Memory of this machine in bytes; `None` where the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -1,4 +1,7 @@
-"""Training without padding: sentences lie one behind the other, and attention's kernels know where each begins."""
+"""Training on padding-free (packed) batches: the sentences follow one another in one row [1, N].
+
+The attention kernels take the start of each sentence, so that no sentence attends to another.
+"""
 
 import torch
 
@@ -10,12 +13,12 @@ from vanilla_transformer.training.options import TrainingOptions
 def can_pack(
     model: VanillaTransformerForConditionalGeneration, options: TrainingOptions, device: torch.device
 ) -> bool:
-    """Whether batches can be computed without padding.
+    """Whether training can use packed batches: their attention has no other way than the kernels in C++.
 
     Args:
-        model: A model whose operations are fused.
+        model: A model with fused layers.
         options: Training options.
-        device: Where it is trained.
+        device: Device of training.
     """
     config, layer = model.config, model.model.decoder.layers[0]
     return (
@@ -37,14 +40,14 @@ def last_hidden_states(
     decoder_input_ids: torch.Tensor,
     target_starts: torch.Tensor,
 ) -> torch.Tensor:
-    """What encoder and decoder compute of packed sentences.
+    """Run encoder and decoder on a packed batch of B pairs.
 
     Args:
-        model: Encoder and decoder, whose operations are fused; autocast is on.
+        model: Encoder and decoder with fused layers, under autocast.
         input_ids: Source ids [1, S].
-        source_starts: Number of the first token of each source, and of all tokens [B + 1].
+        source_starts: Index of each source's first token, then the number of all tokens [B + 1], in int64.
         decoder_input_ids: Target ids [1, T], shifted right.
-        target_starts: The same of the targets [B + 1].
+        target_starts: The same for the targets [B + 1].
 
     Returns:
         The decoder's hidden states [1, T, D].
@@ -67,5 +70,5 @@ def last_hidden_states(
 
 
 def _positions(starts: torch.Tensor) -> torch.Tensor:
-    """Of every token its place in its sentence [1, N]."""
+    """The position of each token in its sentence [1, N], given the starts [B + 1]."""
     return (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(starts.diff()))[None]

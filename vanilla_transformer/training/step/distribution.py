@@ -1,4 +1,4 @@
-"""How a training step is spread over processes: DistributedDataParallel, or parameters sharded by FSDP2."""
+"""Distributes a training step over processes: with DistributedDataParallel, or with parameters sharded by FSDP2."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,24 +24,23 @@ from .loss import SmoothedTranslationLoss
 
 
 def distribute(loss: SmoothedTranslationLoss, accelerator: Accelerator) -> nn.Module:
-    """Make the processes share their gradients, and with FSDP in Accelerate's configuration also the parameters.
+    """Make the processes share gradients and, if Accelerate's configuration asks for FSDP, also shard the parameters.
 
-    Every encoder and decoder layer is a group of parameters that is gathered when it is needed; the embeddings and
-    what else there is form the last group, which stays gathered from the start of a step's forward pass to its end, so
-    that the loss can read the output projection outside of the module that holds it.
+    Each encoder and decoder layer is a group of parameters that is gathered when it is needed. All other parameters,
+    such as the embeddings, form the last group. It stays gathered during the whole forward pass, so that the loss can
+    read the output projection outside the module that holds it.
 
-    Accelerate's own preparation would turn FSDP into DistributedDataParallel on CPUs, without a word; `fully_shard` is
-    the same on every device.
+    `fully_shard` is called directly, because Accelerate silently replaces FSDP by DistributedDataParallel on CPUs.
 
     Args:
         loss: Model and loss, on the accelerator's device; sharded in place.
         accelerator: Devices and processes.
 
     Returns:
-        What to call in place of `loss`. The optimiser must be made afterwards, for parameters are replaced.
+        The module to call instead of `loss`. Make the optimiser afterwards: sharding replaces the parameters.
 
     Raises:
-        UserError: The configuration asks for something of FSDP that this engine does not do.
+        UserError: The configuration asks for an FSDP setting that this engine does not support.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return accelerator.prepare(loss)
@@ -54,7 +53,7 @@ def distribute(loss: SmoothedTranslationLoss, accelerator: Accelerator) -> nn.Mo
     if plugin.activation_checkpointing:
         raise UserError(
             "Accelerate's configuration sets fsdp_activation_checkpointing; leave it out, and use "
-            "--gradient_checkpointing."
+            "`gradient_checkpointing`."
         )
     if parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
         raise UserError(
@@ -71,7 +70,7 @@ def distribute(loss: SmoothedTranslationLoss, accelerator: Accelerator) -> nn.Mo
 
 @contextmanager
 def without_reduction(loss: nn.Module) -> Iterator[None]:
-    """Leave gradients on their process, to be reduced with those of a later pass."""
+    """Accumulate gradients on each process, without reducing them; a later pass reduces the sum."""
     if isinstance(loss, DistributedDataParallel):
         with loss.no_sync():
             yield
@@ -88,41 +87,43 @@ def without_reduction(loss: nn.Module) -> Iterator[None]:
 def with_idle_passes(
     share: Sequence[tuple[int, np.ndarray]], batches: Sequence[np.ndarray], num_processes: int
 ) -> list[tuple[int, np.ndarray, float]]:
-    """Give every process as many forward passes: gathering parameters and reducing gradients take all of them.
+    """Give every process the same number of forward passes: all must join in gathering and reducing.
 
     Args:
-        share: This process's batches, pair numbers each, with their numbers.
+        share: Index and pair numbers [B] of each of this process's batches.
         batches: The batches of all processes.
         num_processes: Number of processes.
 
     Returns:
-        The share with a weight of 1, and as often as other processes have more batches, one pair with a weight of 0.
+        Index, pair numbers and weight of each pass: the share with a weight of 1; then, while other processes have
+        more batches, a single pair with a weight of 0.
     """
     idle = math.ceil(len(batches) / num_processes) - len(share)
     return [(index, batch, 1.0) for index, batch in share] + [(0, batches[0][:1], 0.0)] * idle
 
 
 def reshard(loss: nn.Module) -> None:
-    """Drop what a forward pass without a backward pass leaves gathered; the optimiser does not know those tensors."""
+    """Shard again the parameters that a forward pass without backward leaves gathered: the optimiser has shards."""
     for module in loss.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether each process holds a part of the parameters only."""
+    """Whether each process holds only a shard of the parameters."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def whole_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel | None:
-    """The model with all of its parameters, to save it or to translate with it; every process must call this.
+    """The model with whole parameters, to save it or to translate with it; every process must call this.
 
     Args:
         model: The model, sharded or not.
         accelerator: Devices and processes.
 
     Returns:
-        A copy with whole parameters if the model is sharded, and then on the main process alone, else the model.
+        The model itself if it is not sharded; else a copy with whole parameters on the main process, and `None` on the
+        others.
     """
     if not is_sharded(model):
         return model
@@ -135,18 +136,18 @@ def whole_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedM
 
 
 def plain_model(model: PreTrainedModel, tensors: dict[str, torch.Tensor] | None = None) -> PreTrainedModel:
-    """A model as its class makes it, without the layers and operations that training puts in their place.
+    """A model of the same class with its plain layers, without the dropout and fused layers of training.
 
     Args:
         model: The model.
-        tensors: Its parameters and buffers by name, of tied ones under one name at least; `None` takes the model's.
+        tensors: Parameters and buffers by name; tied ones under at least one of their names. `None` takes the model's.
 
     Returns:
-        A model that has these very tensors, and not copies of them.
+        A model that shares these tensors, without copies.
     """
     with torch.device("meta"):
         copy = type(model)(model.config)
-    # Tied parameters are one tensor there, under one of their names.
+    # `strict=False`, because tied parameters may have one of their names only.
     copy.load_state_dict(model.state_dict() if tensors is None else tensors, strict=False, assign=True)
     copy.tie_weights()
     copy.generation_config = model.generation_config
@@ -155,7 +156,7 @@ def plain_model(model: PreTrainedModel, tensors: dict[str, torch.Tensor] | None 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How an optimiser step is divided; its size does not depend on the number of processes.
+    """How an optimiser step is divided into batches and processes; the step's size does not depend on it.
 
     Args:
         tokens_per_update: Largest number of tokens on either side of a step.
@@ -163,7 +164,7 @@ class Division:
         tokens_per_batch: Largest number of tokens on either side of a batch.
         processes: Number of processes.
         fewest: Smallest number of batches of a process in a full step.
-        most: Largest number.
+        most: Largest number of batches of a process in a full step.
     """
 
     tokens_per_update: int
@@ -195,5 +196,5 @@ class Division:
         text = f"{text} over {self.processes} processes, {each} each"
         if self.fewest == 0:
             tokens = self.tokens_per_update // self.processes
-            text += f"; a --tokens_per_batch of {tokens:,} or less would give every process work"
+            text += f"; a `tokens_per_batch` of {tokens:,} or less would give every process work"
         return text

@@ -1,4 +1,4 @@
-"""Runs that go astray: losses and gradients that are not numbers, and losses that explode."""
+"""Divergence: losses and gradients that are NaN or infinite, and losses that explode."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -11,17 +11,17 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.records.checkpoints import list_checkpoints, update_of
 
 
-# A loss explodes if so many updates in a row have more than FACTOR times the running mean, and more than the loss of a
-# model that guesses. A single hard batch does neither.
+# A loss has exploded if in PATIENCE updates in a row it exceeds both FACTOR times its running mean and the loss of a
+# model that guesses. A single hard batch is not enough.
 FACTOR = 3.0
 PATIENCE = 20
 _MEMORY = 0.99
-# Pairs that a message names before it only counts them.
+# Pairs that a message names; it only counts the others.
 _NAMED_PAIRS = 8
 
 
 class NotFinite(Exception):
-    """A gradient that is infinite or not a number.
+    """A gradient that is infinite or NaN.
 
     Args:
         batch: Pair numbers of the batch whose loss is not finite, or `None` if the gradient alone is not.
@@ -37,8 +37,8 @@ class LossWatch:
     """Recognises a loss that explodes.
 
     Args:
-        mean: Running mean of the loss in nats a token: 0.99 of what it was and 0.01 of the update's, those that exceed
-            the limit left out; `None` before the first update.
+        mean: Exponential moving average of the loss in nats a token, with decay 0.99, without the updates that exceed
+            the limit; `None` before the first update.
         streak: Number of updates in a row that have exceeded the limit.
     """
 
@@ -57,7 +57,7 @@ class LossWatch:
         """
         if self.mean is None:
             self.mean = loss
-        # Written so that a loss that is not a number exceeds.
+        # The comparison is false for NaN, so that NaN exceeds the limit.
         if loss <= max(FACTOR * self.mean, guess):
             self.mean = _MEMORY * self.mean + (1.0 - _MEMORY) * loss
             self.streak = 0
@@ -66,7 +66,7 @@ class LossWatch:
         return self.streak >= PATIENCE or not math.isfinite(loss)
 
     def state(self) -> dict[str, float | int | None]:
-        """What a resumed run needs to go on watching; keyword arguments of the class."""
+        """What a resumed run needs, as keyword arguments of the class."""
         return asdict(self)
 
 
@@ -88,7 +88,7 @@ def not_finite(number: int, batches: tuple[np.ndarray, ...], bad: np.ndarray | N
 
 
 def exploded(number: int, watch: LossWatch, loss: float, pairs: np.ndarray, corpus: EncodedCorpus) -> str:
-    """Say since when, and how far, the loss exploded; likewise."""
+    """Say since when, and how far, the loss has exploded; the beginning of a sentence."""
     return (
         f"The loss has exploded: in update {number:,} it is {loss:.4g} nats a token, and for {watch.streak:,} updates "
         f"it was more than {FACTOR:g} times its running mean of {watch.mean:.4g}; the last batches were "
@@ -97,7 +97,7 @@ def exploded(number: int, watch: LossWatch, loss: float, pairs: np.ndarray, corp
 
 
 def stopped(reason: str, checkpoints: Path, last_sound: int) -> UserError:
-    """The error that ends a run which went astray.
+    """The error that ends a run that has diverged.
 
     Args:
         reason: Beginning of the sentence.
@@ -108,17 +108,17 @@ def stopped(reason: str, checkpoints: Path, last_sound: int) -> UserError:
         The error, which names the last sound checkpoint and the remedy.
     """
     sound = [checkpoint for checkpoint in list_checkpoints(checkpoints) if update_of(checkpoint) <= last_sound]
-    remedy = "a lower --learning_rate_scale, a higher --warmup_steps or --max_grad_norm 1"
+    remedy = "a lower `learning_rate_scale`, a higher `warmup_steps` or a `max_grad_norm` of 1"
     if not sound:
         return UserError(f"{reason}; nothing was saved before, so start again with {remedy}.")
     return UserError(
-        f"{reason}; the last sound checkpoint is {sound[-1]}, from which a new run may start with --init_from and "
+        f"{reason}; the last sound checkpoint is {sound[-1]}, from which a new run may start with `init_from` and "
         f"{remedy}."
     )
 
 
 def _places(pairs: np.ndarray, corpus: EncodedCorpus) -> str:
-    """Name pairs by their numbers and, where nothing was dropped before them, by their lines."""
+    """Name pairs by their numbers and, if no pair of the text was dropped, by their lines."""
     named = [int(pair) for pair in pairs[:_NAMED_PAIRS]]
     more = f" and {len(pairs) - len(named):,} more" if len(pairs) > len(named) else ""
     text = f"pairs {', '.join(map(str, named))}{more}"

@@ -1,4 +1,4 @@
-"""One optimiser step: the gradient of a whole update, however it is cut and spread, and Adam's move along it."""
+"""One optimiser step: the gradient of a whole update, summed over its batches and processes, and Adam's step."""
 
 import hashlib
 import math
@@ -34,13 +34,14 @@ class OptimiserStep:
         optimizer: Adam, likewise.
         config: Configuration of the model.
         corpus: Training text.
-        parts: What of a batch is padded together; `None` packs batches, without padding.
+        parts: Divides a batch, pair numbers [B], into parts, each padded to its own longest sentence. `None` packs
+            batches, without padding.
 
     Attributes:
-        gradient_norm: Euclidean norm of the last step's gradient, before it was clipped.
-        computed_tokens: Number of tokens of this process's share of the last step, both sides together, as they were
-            computed: with padding, where there is any.
-        skipped: Number of steps that left the weights alone, because gradients overflowed in float16.
+        gradient_norm: Euclidean norm of the last step's gradient, before clipping.
+        computed_tokens: Number of source and target tokens that this process computed in the last step, padding
+            included.
+        skipped: Number of steps that did not change the weights, because gradients overflowed in float16.
     """
 
     def __init__(
@@ -66,28 +67,28 @@ class OptimiserStep:
         self.skipped = 0
 
     def __call__(self, update: Update, number: int, learning_rate: float) -> torch.Tensor:
-        """Do one step.
+        """Take one step.
 
         Args:
             update: The batches of the step.
             number: Number of the step, from 1 on.
-            learning_rate: Adam's.
+            learning_rate: Adam's learning rate.
 
         Returns:
             Smoothed loss and negative log-likelihood, summed over this process's target tokens; float64 [2].
 
         Raises:
-            NotFinite: The gradient is infinite or not a number, and no smaller loss scale can help; the weights are as
-                they were.
+            NotFinite: The gradient is infinite or NaN, and a smaller loss scale would not help. The weights have not
+                changed.
         """
         losses = self._backward(update, number)
         self.accelerator.unscale_gradients()
         norm = get_total_norm([parameter.grad for parameter in self.parameters])
-        # The step's only wait for the device: what it computed decides whether the weights may move.
+        # The step's only wait for the device: the gradient's norm decides whether the weights may change.
         *sums, self.gradient_norm = torch.cat([*losses, whole(norm)[None]]).to("cpu", torch.float64).tolist()
         sums = torch.tensor(sums, dtype=torch.float64).view(-1, 2)
         if not math.isfinite(self.gradient_norm):
-            # The norm is that of the sum over processes, so that all of them come here.
+            # The norm is that of the sum over processes, so all of them take this branch.
             bad, scaler = self._bad_batch(update, sums), self.accelerator.scaler
             if scaler is None or bad is not None or scaler.get_scale() < 1.0:
                 self.optimizer.zero_grad()
@@ -106,9 +107,10 @@ class OptimiserStep:
         return sums.sum(dim=0)
 
     def order_buckets(self, update: Update) -> None:
-        """Have DistributedDataParallel lay out gradients as in a run that has done a step.
+        """Have DistributedDataParallel lay out its buckets as in a run that has already taken a step.
 
-        It orders them by the first backward pass, and the sums of more than two processes round by that order.
+        It orders gradients by the first backward pass, and this order affects the rounding of sums over more than two
+        processes.
 
         Args:
             update: Any update.
@@ -118,7 +120,7 @@ class OptimiserStep:
         self.optimizer.zero_grad()
 
     def inputs(self, corpus: EncodedCorpus, batch: np.ndarray) -> dict[str, torch.Tensor]:
-        """The tensors of padded pairs on the device."""
+        """The tensors of pairs [B], padded to the longest, on the device."""
         tensors = collate(
             *corpus.rows(batch),
             pad_token_id=self.config.pad_token_id,
@@ -127,13 +129,13 @@ class OptimiserStep:
         return {name: tensor.to(self.accelerator.device) for name, tensor in tensors.items()}
 
     def _inputs(self, batch: np.ndarray) -> list[dict[str, torch.Tensor]]:
-        """What is computed of a batch of the training text."""
+        """The tensors of each part of a batch of the training text; packed batches have one part."""
         if self.parts is None:
             return [pack(*self.corpus.rows(batch), decoder_start_token_id=self.config.decoder_start_token_id)]
         return [self.inputs(self.corpus, part) for part in self.parts(batch)]
 
     def _backward(self, update: Update, number: int) -> list[torch.Tensor]:
-        """Sum the gradient; return both losses of each batch of this process [2]."""
+        """Accumulate the gradient; return smoothed loss and negative log-likelihood [2] of each own batch."""
         accelerator, options = self.accelerator, self.options
         self.loss.train()
         share = update.share_of(accelerator.process_index, accelerator.num_processes)
@@ -145,12 +147,12 @@ class OptimiserStep:
                 nullcontext() if last else without_reduction(self.loss),
                 naming_batch(f"update {number:,}", batch, self.corpus, options.tokens_per_batch),
             ):
-                # Dropout depends on the step and the batch alone: not on the process, nor on where a run was resumed.
+                # Dropout depends only on the step and the batch, not on the process or on where a run was resumed.
                 torch.manual_seed(_dropout_seed(options.seed, number, index))
                 inputs = self._inputs(batch)
                 with accelerator.autocast():
                     loss, nll = self.loss(*inputs)
-                # The reduction of gradients takes the mean over processes.
+                # Reduction averages gradients over processes; the factor makes it a sum.
                 accelerator.backward(loss * (weight * accelerator.num_processes / update.num_target_tokens))
             if weight > 0.0:
                 losses.append(torch.stack([loss.detach(), nll]))
@@ -160,7 +162,7 @@ class OptimiserStep:
         return losses
 
     def _bad_batch(self, update: Update, sums: torch.Tensor) -> np.ndarray | None:
-        """The first batch of the update whose loss is not finite, on whichever process; `None` if all losses are."""
+        """The update's first batch on any process whose loss is not finite; `None` if all losses are finite."""
         accelerator = self.accelerator
         share = update.share_of(accelerator.process_index, accelerator.num_processes)
         bad = [index for (index, _), pair in zip(share, sums, strict=False) if not bool(pair.isfinite().all())]

@@ -1,4 +1,4 @@
-"""What a training run asks of its process: devices and signals."""
+"""The devices, the processes and the signals of a training run."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 # A reason to stop beside the numbers of the signals that are caught.
 OUT_OF_TIME = -1
-# What launchers set, in the order in which Accelerate reads it.
+# Variables in which launchers give the number of processes, in the order in which Accelerate reads them.
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def make_accelerator(options: TrainingOptions) -> Accelerator:
-    """Devices, processes and precision, as options and launcher decide.
+    """Make the Accelerator for the devices, processes and precision that options and launcher ask for.
 
     Raises:
         UserError: This process has an Accelerator of another precision or device already, or not every process that
@@ -35,21 +35,21 @@ def make_accelerator(options: TrainingOptions) -> Accelerator:
         state = AcceleratorState()
         if state.mixed_precision != options.mixed_precision:
             raise UserError(
-                f"--mixed_precision is {options.mixed_precision}, but this process has an Accelerator with "
+                f"`mixed_precision` is {options.mixed_precision}, but this process has an Accelerator with "
                 f"{state.mixed_precision} already; use the same precision for both, or another process."
             )
         if options.device == "cpu" and state.device.type != "cpu":
             raise UserError(
-                f"--device is cpu, but this process has an Accelerator on {state.device} already; use the same device "
+                f"`device` is cpu, but this process has an Accelerator on {state.device} already; use the same device "
                 "for both, or another process."
             )
-    # Without being told, Accelerate forms no group of processes on CPUs: each would train a model of its own. One
-    # process is none, whatever started it: in a group it would round otherwise.
+    # Unless `cpu` is set, Accelerate does not join processes on CPUs, and each would train its own model. A single
+    # process forms no group, whatever started it: in a group its sums would be rounded differently.
     cpu = options.device == "cpu" or (_is_on_cpus(options) and _started(default=1) > 1)
     accelerator = Accelerator(cpu=cpu, mixed_precision=options.mixed_precision)
     _check_group(accelerator)
     if options.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        # Accelerate would compute in float32, without a word.
+        # Accelerate would silently compute in float32.
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu")
     return accelerator
@@ -79,25 +79,25 @@ def check_devices(options: TrainingOptions, num_processes: int) -> None:
 
 
 def _started(default: int) -> int:
-    """How many processes a launcher says that it has started, on all machines."""
+    """The number of processes on all machines that a launcher says it has started."""
     return get_int_from_env(_NUMBERS_OF_PROCESSES, default)
 
 
 def _check_group(accelerator: Accelerator) -> None:
-    """Refuse processes that do not know of one another: each would train a model, all of them into one folder."""
+    """Refuse processes that are not joined: each would train a model of its own, all in the same folder."""
     started = _started(accelerator.num_processes)
     if started != accelerator.num_processes:
         name = next(name for name in _NUMBERS_OF_PROCESSES if get_int_from_env([name], -1) == started)
         raise UserError(
             f"A launcher has started {started} processes ({name}), but on {accelerator.device} Accelerate joins "
-            f"{accelerator.num_processes}; start them with `accelerate launch`, torchrun or --num_processes, give "
-            f"--device cpu if such devices cannot be joined, or unset {name}."
+            f"{accelerator.num_processes}; start them with `accelerate launch`, torchrun or `num_processes`, set "
+            f"`device` to cpu if such devices cannot be joined, or unset {name}."
         )
 
 
 @contextmanager
 def accelerating(options: TrainingOptions) -> Iterator[Accelerator]:
-    """`make_accelerator`, whose settings do not outlive the block: the process may train again with others."""
+    """`make_accelerator` for a block; its settings end with it, so that the process may train again with others."""
     lent = is_initialized()
     try:
         yield make_accelerator(options)
@@ -134,7 +134,7 @@ def main_process_first(accelerator: Accelerator, work: Callable[[], T]) -> T:
 
 
 def most_pressing(wishes: Iterable[int]) -> int:
-    """Which of the processes' wishes to stop decides: a signal before `OUT_OF_TIME`, and that before 0, to go on."""
+    """The reason to stop that takes precedence: a signal, then `OUT_OF_TIME`, then 0, which is to go on."""
     wishes = list(wishes)
     return max(wishes) or min(wishes)
 

@@ -1,4 +1,4 @@
-"""Which checkpoints validation prefers, and when it says that training goes on in vain."""
+"""Selects the best checkpoints by a validation score, and decides when to stop early."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ class Selection:
     """Follows one score over the validations of a run.
 
     Args:
-        metric: `loss`, of which less is better, or a score of which more is better.
+        metric: `loss`, which is better the lower it is, or a score that is better the higher it is.
         keep: Number of best checkpoints to keep.
         patience: Number of validations in a row without an improvement after which training stops; 0 never stops it.
         threshold: By how much a score must improve to count as an improvement for `patience`.
-        best: Numbers of optimiser steps and their scores, best first; of equal ones the earlier is better.
+        best: Optimiser steps and their scores, best first; of equal scores the earlier step is better.
         reference: The score that the next one must improve upon, or `None` before the first.
         stale: Number of validations since the last improvement.
         validated: Number of optimiser steps at the last validation.
@@ -62,11 +62,11 @@ class Selection:
         return 0 < self.patience <= self.stale
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on."""
+        """What a resumed run needs, as keyword arguments of `restore`."""
         return {name: getattr(self, name) for name in ("best", "reference", "stale", "validated")}
 
     def restore(self, best: list[tuple[int, float]], reference: float | None, stale: int, validated: int) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self.best = [(update, score) for update, score in best][: self.keep]
         self.reference, self.stale, self.validated = reference, stale, validated
 

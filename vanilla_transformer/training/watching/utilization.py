@@ -1,8 +1,8 @@
-"""How much of what a device can do goes into the model: model FLOPs utilisation, against a measured rate.
+"""Model FLOPs utilisation (MFU): the share of a device's measured matrix rate that goes into the model.
 
 The journal and `scripts/benchmarks/training.py` both count as Chowdhery et al. (2022, PaLM, appendix B): the
 floating-point operations of the matrix products that one forward and one backward pass over the real tokens need,
-divided by what the device could do in the same time. Counted are
+divided by those that the device could do in the same time. It counts
 
 - 2 operations for each entry of a matrix and each token that it multiplies, and 4 backwards; the output projection is
   such a matrix, a look-up of embeddings is not;
@@ -36,7 +36,7 @@ class ModelFlops:
 
     def __init__(self, config: VanillaTransformerConfig):
         width = config.d_model
-        # Without widths of their own, the heads share d_model.
+        # Without d_k and d_v, the heads divide d_model among them.
         encoder_channels, decoder_channels = (
             sum(heads * own if own else width for own in (config.d_k, config.d_v))
             for heads in (config.encoder_attention_heads, config.decoder_attention_heads)
@@ -65,7 +65,7 @@ class ModelFlops:
 
 @cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """`measure_matrix_rate` by the wall clock, once in a process."""
+    """`measure_matrix_rate` by wall-clock time, measured once in a process."""
     return measure_matrix_rate(device, dtype)
 
 

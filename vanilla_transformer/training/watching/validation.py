@@ -1,4 +1,4 @@
-"""Validation: how well a run does on text that it is not trained on."""
+"""Validation: scores the model on text that it is not trained on."""
 
 import math
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Validation:
         self.evaluation = evaluation
 
     def is_due(self, update: int, num_updates: int) -> bool:
-        """Whether an update, of so many that the run is to do, is followed by a validation."""
+        """Whether a validation follows an update, in a run of `num_updates`."""
         return self.data.valid is not None and (update % self.options.validate_every == 0 or update == num_updates)
 
     @torch.no_grad()
@@ -84,9 +84,9 @@ class Validation:
             if self.evaluation is not None:
                 model = whole_model(self.model, self.accelerator)
                 if self.accelerator.is_main_process:
-                    # Operations that only training needs would keep the fast decoders from the model.
+                    # The fast decoders take only a model with plain layers, without those of training.
                     record.update(self.evaluation(plain_model(model).eval(), self.data.tokenizer))
-        # The evaluation's scores are the main process's alone, and the first use of several processes.
+        # Only the main process has the evaluation's scores.
         return broadcast_object_list([record])[0]
 
     def _negative_log_likelihood(self, update: int) -> float:
