@@ -117,13 +117,13 @@ def evaluate_model(
 
 def _bleu(tokenize: str, lowercase: bool) -> BLEU:
     if tokenize not in get_args(BleuTokenization):
-        raise UserError(f"--tokenize is {tokenize}; it must be one of {', '.join(get_args(BleuTokenization))}.")
+        raise UserError(f"`tokenize` is {tokenize}; it must be one of {', '.join(get_args(BleuTokenization))}.")
     try:
         # `force` only silences the warning about text that looks tokenised; the score is the same.
         return BLEU(tokenize=tokenize, lowercase=lowercase, force=True)
     except (ImportError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"--tokenize {tokenize} needs what is not installed here ({reason}); install it.") from error
+        raise UserError(f"`tokenize` {tokenize} needs what is not installed here ({reason}); install it.") from error
 
 
 class TranslationMetric(evaluate.Metric):

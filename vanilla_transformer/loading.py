@@ -262,7 +262,8 @@ def _sentences(source: str | Path, what: str = "The model") -> Iterator[None]:
 def _reason(error: Exception) -> str:
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split())
+    # Names in backticks are read as our caller's arguments; these are a file's.
+    text = " ".join(str(error).split()).replace("`", "'")
     if not text or isinstance(error, LookupError | TypeError | AttributeError):
         text = f"{type(error).__name__} {text}".strip()
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
@@ -274,8 +275,8 @@ _LONGEST_REASON = 300
 
 def _not_trusted(source: str | Path) -> UserError:
     return UserError(
-        f"{source} needs Python code that comes with it, which only `translate` and `evaluate` run, and only with "
-        "--trust_remote_code; pass it if you trust that code, or give another."
+        f"{source} needs the Python code that comes with it, which only translation and evaluation run, and only with "
+        "`trust_remote_code`; set it if you trust that code, or give another model."
     )
 
 

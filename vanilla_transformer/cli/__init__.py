@@ -151,7 +151,7 @@ def _check_launcher(verb: str) -> None:
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
-    from .options import parse
+    from .options import name_flags, parse
 
     module = import_module(f".{verb}", __name__)
     try:
@@ -161,7 +161,12 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     except SystemExit:
         # argparse has printed the help.
         return 0
-    return module.run(options)
+    try:
+        return module.run(options)
+    except (UserError, MemoryError) as error:
+        # The library names its arguments, and the user of the command line knows flags.
+        error.args = (name_flags(str(error), module.OPTIONS),)
+        raise
 
 
 def _sentence(summary: str) -> str:

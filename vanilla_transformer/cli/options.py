@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
@@ -16,6 +17,8 @@ from vanilla_transformer.errors import UserError
 Options = TypeVar("Options")
 
 _TOO_LARGE = 1 << 31
+# A name in backticks that stands alone: neither code such as `model.eval()`, nor a part of a path.
+_QUOTED_NAME = re.compile(r"(?<![^\s(])`(\w+)`(?![\w/`])")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +55,7 @@ def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: st
             help="YAML file of options, or a shipped recipe: " + ", ".join(recipes()) + ".",
         )
     for item in fields(options):
-        _add_argument(parser, item, hints[item.name])
+        _add_argument(parser, item, hints[item.name], name_flags(item.metadata["help"], options))
     known, unknown = parser.parse_known_args(list(argv))
     if unknown:
         flags = [action for group in parser._actions for action in group.option_strings]
@@ -70,6 +73,26 @@ def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: st
         if name != "seed" and isinstance(value, int) and value >= _TOO_LARGE:
             raise UserError(f"--{name} is {value}; it must be below 2 ** 31.")
     return options(**values)
+
+
+def name_flags(text: str, options: type) -> str:
+    """Name a verb's options as its user types them.
+
+    Messages and help texts of the library quote its arguments in backticks, as in `num_beams`. What else they quote
+    stays as it is: other code, and names that are no option of this verb.
+
+    Args:
+        text: A message, or a help text.
+        options: Dataclass of the verb's options.
+
+    Returns:
+        The text, with `--num_beams` instead, and in capitals what has no flag.
+    """
+    names = {
+        item.name: item.name.upper() if item.metadata.get("positional") else f"--{item.name}"
+        for item in fields(options)
+    }
+    return _QUOTED_NAME.sub(lambda match: names.get(match[1], match[0]), text)
 
 
 def recipes() -> list[str]:
@@ -127,9 +150,9 @@ def _unknown(given: str, known: Iterable[str], what: str) -> str:
     return f"{given} is not {what}{hint}"
 
 
-def _add_argument(parser: argparse.ArgumentParser, item: Field, hint: Any) -> None:
+def _add_argument(parser: argparse.ArgumentParser, item: Field, hint: Any, text: str) -> None:
     kind, optional = _strip_none(hint)
-    text = _describe(item, optional)
+    text = _describe(item, optional, text)
     # Absent flags leave no trace, so that they do not overrule a recipe.
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if kind is bool:
@@ -162,8 +185,8 @@ def _is_required(item: Field) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def _describe(item: Field, optional: bool) -> str:
-    text = item.metadata["help"] + (" Required." if _is_required(item) else "")
+def _describe(item: Field, optional: bool, text: str) -> str:
+    text += " Required." if _is_required(item) else ""
     shown = (
         item.default is not MISSING and item.default not in (None, ()) and item.default is not False and not optional
     )

@@ -15,6 +15,7 @@ from vanilla_transformer.translation.files.text_files import InputFile, check_pa
 from vanilla_transformer.translation.options import check_at_least
 
 from .files import check_output_file, write_lines
+from .options import name_flags
 from .translator import TranslatorOptions, load_translator
 
 
@@ -151,7 +152,7 @@ def _answers(translator: "Translator", lines: Iterable[str], layout: Layout) -> 
             text = layout.text_of(line, f"Line {number + 1:,}")
             (found,) = translator.translate_window([text], start=number, with_scores=layout.alternatives)
         except UserError as error:
-            print(error, file=sys.stderr)
+            print(name_flags(str(error), TranslateOptions), file=sys.stderr)
         else:
             yield layout.line_of(line, found)
 

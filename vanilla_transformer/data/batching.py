@@ -118,8 +118,8 @@ class TokenBatches:
         longest = int(max(source_lengths.max(), target_lengths.max()))
         if longest > tokens_per_batch:
             raise UserError(
-                f"--tokens_per_batch is {tokens_per_batch}, but a pair has {longest} tokens on one side; raise it, or "
-                "lower --max_length."
+                f"`tokens_per_batch` is {tokens_per_batch}, but a pair has {longest} tokens on one side; raise it, or "
+                "lower `max_length`."
             )
 
     def batches(self, epoch: int) -> Batches:

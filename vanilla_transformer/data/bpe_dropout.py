@@ -33,7 +33,7 @@ class MergeTable:
         changes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
         if model["type"] != "BPE" or any(model.get(name) for name in changes):
             raise UserError(
-                "--bpe_dropout was given with a vocabulary that is not plain byte-pair encoding; leave it out, or "
+                "`bpe_dropout` was given with a vocabulary that is not plain byte-pair encoding; leave it out, or "
                 "train a vocabulary."
             )
         vocabulary: dict[str, int] = model["vocab"]
@@ -54,7 +54,7 @@ class MergeTable:
         self._symbols = np.fromiter((symbol for row in symbols for symbol in row), dtype=np.int32)
         if (self._symbols < 0).any():
             raise UserError(
-                "--bpe_dropout was given with a vocabulary that lacks single symbols of its tokens; leave it out, or "
+                "`bpe_dropout` was given with a vocabulary that lacks single symbols of its tokens; leave it out, or "
                 "train a vocabulary."
             )
         self._num_symbols = np.fromiter((len(row) for row in symbols), dtype=np.int64, count=len(symbols))

@@ -42,7 +42,7 @@ class Rejections:
             UserError: The policy is to refuse.
         """
         if self.policy == "refuse":
-            raise UserError(f"{place}: {reason}; correct the line, or drop such pairs with --invalid_pairs drop.")
+            raise UserError(f'{place}: {reason}; correct the line, or drop such pairs with `invalid_pairs` "drop".')
         self.counts[reason] += 1
         self.examples.setdefault(reason, place)
 
@@ -242,15 +242,15 @@ class ParallelText(FileSource):
                 "tab-separated file."
             )
         if self.columns is not None and len(self.files) == 2:
-            raise UserError("--tsv_columns was given with two files; it applies to one tab-separated file.")
+            raise UserError("`tsv_columns` was given with two files; it applies to one tab-separated file.")
         if self.columns is not None and (min(self.columns) < 1 or self.columns[0] == self.columns[1]):
             raise UserError(
-                f"--tsv_columns is {self.columns[0]} {self.columns[1]}; give two different column numbers from 1 on."
+                f"`tsv_columns` is {self.columns[0]} {self.columns[1]}; give two different column numbers from 1 on."
             )
         if self.language_column is not None and (self.columns is None or self.language_column in (0, *self.columns)):
             raise UserError(
-                f"--language_column is {self.language_column}; in a tab-separated file it is the number of a third "
-                "column, from 1 on, beside two --tsv_columns."
+                f"`language_column` is {self.language_column}; in a tab-separated file it is the number of a third "
+                "column, from 1 on, beside two `tsv_columns`."
             )
         self.check_files()
 
@@ -286,7 +286,7 @@ class ParallelText(FileSource):
             if len(cells) == 2:
                 return cells[0], cells[1]
             rejections.add(
-                "a tab-separated line must have two columns (choose two of more with --tsv_columns)",
+                "a tab-separated line must have two columns (choose two of more with `tsv_columns`)",
                 f"{self.place(number)} with {len(cells)} columns",
             )
             return None
@@ -294,7 +294,7 @@ class ParallelText(FileSource):
         if len(cells) >= max(wanted):
             return tuple(cells[column - 1].strip() for column in wanted)
         rejections.add(
-            "a tab-separated line lacks a column that --tsv_columns names",
+            "a tab-separated line lacks a column that `tsv_columns` names",
             f"{self.place(number)} with {len(cells)} columns",
         )
         return None
@@ -320,7 +320,7 @@ def check_language_order(train: PairSource, valid: PairSource, *, num_pairs: int
     if all(cross > 1.5 * same for cross, same in zip(crossed, straight, strict=True)):
         raise UserError(
             f"The languages of {train} and {valid} stand in opposite order: the source side of the one looks like the "
-            "target side of the other; exchange the files (or the --tsv_columns) of one of them."
+            "target side of the other; exchange the files (or the `tsv_columns`) of one of them."
         )
 
 

@@ -250,7 +250,7 @@ class PairEncoder:
             longest = max(len(source), len(target))
             if longest > self._max_length:
                 rejections.add(
-                    f"a side is longer than --max_length {self._max_length} tokens",
+                    f"a side is longer than `max_length`, {self._max_length} tokens",
                     f"{text.place(pair.number)} with {longest} tokens",
                 )
                 continue

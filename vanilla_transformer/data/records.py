@@ -57,7 +57,7 @@ class PairKeys:
             return record, self.keys
         if isinstance(record.get("translation"), Mapping):
             if self.languages is None:
-                raise ValueError("a field `translation` needs --source_language and --target_language")
+                raise ValueError("the field 'translation' needs `source_language` and `target_language`")
             return {**record, **record["translation"]}, self.languages
         if self.languages is not None and all(language in record for language in self.languages):
             return record, self.languages
@@ -233,9 +233,9 @@ def _text(record: Mapping, key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
         found = "lacks" if key not in record else "has no text in"
-        raise ValueError(f"the record {found} the field `{key}` (choose fields with --pair_keys)")
+        raise ValueError(f"the record {found} the field {key!r} (choose fields with `pair_keys`)")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the field `{key}` holds half a surrogate pair") from error
+        raise ValueError(f"the field {key!r} holds half a surrogate pair") from error
     return value

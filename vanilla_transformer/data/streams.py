@@ -231,7 +231,7 @@ class StreamPlan:
         whole = len(self._window_batches) // per_update
         if whole == 0:
             raise UserError(
-                f"--stream_window is {len(self.corpus):,} pairs, which make {len(self._window_batches)} batches; an "
-                f"update takes {per_update}; raise --stream_window, or lower --tokens_per_update."
+                f"`stream_window` is {len(self.corpus):,} pairs, which make {len(self._window_batches)} batches; an "
+                f"update takes {per_update}; raise `stream_window`, or lower `tokens_per_update`."
             )
         self._updates = Updates(self._window_batches, per_update, self.corpus.target_lengths)[:whole]

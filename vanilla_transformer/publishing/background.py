@@ -49,7 +49,9 @@ class BackgroundPush:
             self._hub.prepare(self._destination, attempts=1)
             self._is_prepared = True
         except UploadError as error:
-            print(f"--push_to_hub: {error} The run starts; its checkpoints will try again.", file=sys.stderr)
+            print(
+                f"Nothing can be published yet: {error} The run starts; each checkpoint tries again.", file=sys.stderr
+            )
 
     def offer(self, checkpoint: Path) -> None:
         """Have a checkpoint published soon, and return at once.
@@ -88,7 +90,7 @@ class BackgroundPush:
         if not is_done:
             raise UserError(
                 f"The last checkpoint was not published in {timeout:.0f} seconds; {self._destination.repo} has an "
-                f"earlier one. Continue with --resume, or use `vanilla-transformer publish`."
+                f"earlier one. Continue with `resume`, or use `vanilla-transformer publish`."
             )
         if result is not None:
             try:
@@ -117,7 +119,7 @@ class BackgroundPush:
             except Exception as error:
                 known = isinstance(error, UserError)
                 self.failure = str(error) if known else f"{type(error).__name__}: {error}"
-                print(f"--push_to_hub failed on {checkpoint}: {self.failure} The run goes on.", file=sys.stderr)
+                print(f"{checkpoint} was not published: {self.failure} The run goes on.", file=sys.stderr)
             finally:
                 with self._changed:
                     self._is_busy = False

@@ -169,7 +169,7 @@ def check_model_folder(folder: Path) -> list[Path]:
     if architectures != [_TRANSLATION]:
         raise UserError(
             f"{folder} holds a {', '.join(map(str, architectures))}, but the card is that of a translation model; "
-            "publish a head with its own `push_to_hub`."
+            "publish a head with `model.push_to_hub(...)`."
         )
     weights = [path for path in sorted(folder.iterdir()) if _WEIGHTS.fullmatch(path.name)]
     if (folder / WEIGHTS_INDEX).is_file():

@@ -113,7 +113,7 @@ def find_scores(path: Path) -> list[dict[str, Any]]:
     if isinstance(record.get("model"), dict):
         record = record["model"]
     if "bleu" not in record:
-        raise UserError(f"{path} holds no scores; give a file that `evaluate --output` wrote.")
+        raise UserError(f"{path} holds no scores; give a file of scores that `evaluate` wrote.")
     names = TestScore.__dataclass_fields__
     # The name of the model may be a path.
     return [{"test_set": path.stem, **{key: value for key, value in record.items() if key in names}}]

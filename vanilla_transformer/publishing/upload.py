@@ -67,7 +67,7 @@ class Destination:
             raise UserError(f"{self.repo} is not the name of a repository; give one such as user/name.")
         for what, name in (("revision", self.revision), ("tag", self.tag)):
             if name is not None and not _REFERENCE.fullmatch(name):
-                raise UserError(f"--{what} is {name}; it must be a name that git takes, such as v1.0.")
+                raise UserError(f"The {what} {name} is not a name that git takes; give one such as v1.0.")
 
 
 class UploadError(UserError):
@@ -110,11 +110,11 @@ class Hub:
             # A repository that exists is no mistake to `create_repo`, even where the token may only read it.
             self._api.auth_check(repo, write=True)
             if destination.private and not self._api.repo_info(repo).private:
-                raise UserError(f"{repo} exists and is public; leave out --private, or name another repository.")
+                raise UserError(f"{repo} exists and is public; name another repository, or leave it public.")
             if destination.tag is not None:
                 tags = [tag.name for tag in self._api.list_repo_refs(repo).tags]
                 if destination.tag in tags:
-                    raise UserError(f"{repo} has a tag {destination.tag} already; name another --tag.")
+                    raise UserError(f"{repo} already has the tag {destination.tag}; name another tag.")
             if destination.revision is not None:
                 self._api.create_branch(repo, branch=destination.revision, exist_ok=True)
 

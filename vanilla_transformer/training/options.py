@@ -37,9 +37,9 @@ def check_range(name: str, value: int | None, smallest: int, largest: int = LARG
         UserError: The value is smaller or larger.
     """
     if value is not None and value < smallest:
-        raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
+        raise UserError(f"`{name}` is {value}; it must be at least {smallest}.")
     if value is not None and value > largest:
-        raise UserError(f"--{name} is {value}; it must be at most {largest}.")
+        raise UserError(f"`{name}` is {value}; it must be at most {largest}.")
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class TrainingOptions:
     dataset_config: str | None = option(None, "Configuration of the data set.")
     dataset_revision: str | None = option(None, "Commit, tag or branch of the data set on the Hub.")
     streaming: bool = option(
-        False, "Read the data set as a stream, of any length, through a window of --stream_window pairs."
+        False, "Read the data set as a stream, of any length, through a window of `stream_window` pairs."
     )
     stream_window: int = option(
         100_000, "Pairs of a stream that are sorted into batches together; they are kept in every checkpoint."
@@ -112,7 +112,7 @@ class TrainingOptions:
 
     init_from: str | None = option(
         None,
-        "Start from the weights of this model, a folder or a name on the Hub; architecture and, without --tokenizer, "
+        "Start from the weights of this model, a folder or a name on the Hub; architecture and, without `tokenizer`, "
         "vocabulary are then the model's.",
     )
     preset: str = option(
@@ -150,7 +150,7 @@ class TrainingOptions:
     early_stopping_patience: int = option(
         0, "Stop after so many validations in a row that improve nothing; 0 goes on to the end."
     )
-    early_stopping_threshold: float = option(0.0, "By how much --best_metric must improve to count for that.")
+    early_stopping_threshold: float = option(0.0, "By how much `best_metric` must improve to count for that.")
     best_metric: Literal["loss", "bleu"] = option("loss", "Validation score that says which checkpoint is better.")
     batching: Literal["lengths", "random"] = option(
         "lengths",
@@ -159,7 +159,7 @@ class TrainingOptions:
     )
     tokens_per_batch: int = option(
         4096,
-        "Largest number of tokens on either side of one forward pass, padding included with --batching lengths; "
+        "Largest number of tokens on either side of one forward pass, padding included with `batching` lengths; "
         "random batches have their padding beyond it, where they have any.",
     )
     tokens_per_update: int = option(
@@ -201,12 +201,12 @@ class TrainingOptions:
     valid_bleu_sentences: int = option(200, "Sentences translated for BLEU at each validation; 0 for none.")
     save_every: int = option(1000, "Optimiser steps between checkpoints.")
     keep_last: int = option(5, "Number of last checkpoints kept.")
-    keep_best: int = option(1, "Number of best checkpoints kept beside them, by --best_metric.")
+    keep_best: int = option(1, "Number of best checkpoints kept beside them, by `best_metric`.")
     result: Literal["last", "best"] = option("last", "Which checkpoints the result is made of.")
     average_last: int | None = option(
         None,
-        "The result is the mean of so many last checkpoints; 1 takes the last. Default: 5, at most --keep_last, and 1 "
-        "with --ema_decay or --result best.",
+        "The result is the mean of so many last checkpoints; 1 takes the last. Default: 5, at most `keep_last`, and 1 "
+        "with `ema_decay` or the best `result`.",
     )
     num_beams: int = option(4, "Beam size written into the result's generation configuration.")
     length_penalty: float = option(
@@ -272,36 +272,36 @@ class TrainingOptions:
         self._check_trackers()
         for name in ("hub_private", "hub_revision"):
             if getattr(self, name) and self.push_to_hub is None:
-                raise UserError(f"--{name} was given without --push_to_hub; name the repository, or leave it out.")
+                raise UserError(f"`{name}` was given without `push_to_hub`; name the repository, or leave it out.")
         if self.max_length > self.tokens_per_batch:
             raise UserError(
-                f"--max_length is {self.max_length} and --tokens_per_batch {self.tokens_per_batch}; a batch must hold "
-                f"the longest sentence, so raise --tokens_per_batch to {self.max_length} or more."
+                f"`max_length` is {self.max_length} and `tokens_per_batch` {self.tokens_per_batch}; a batch must hold "
+                f"the longest sentence, so raise `tokens_per_batch` to {self.max_length} or more."
             )
         if self.tokens_per_update % self.tokens_per_batch != 0:
             count = max(1, round(self.tokens_per_update / self.tokens_per_batch))
             raise UserError(
-                f"--tokens_per_update is {self.tokens_per_update} and must be a multiple of --tokens_per_batch, "
+                f"`tokens_per_update` is {self.tokens_per_update} and must be a multiple of `tokens_per_batch`, "
                 f"{self.tokens_per_batch}; use {count * self.tokens_per_batch}."
             )
         self._check_result()
         if self.num_averaged > self.keep_last:
             raise UserError(
-                f"--average_last is {self.average_last}, but only {self.keep_last} checkpoints are kept; raise "
-                "--keep_last."
+                f"`average_last` is {self.average_last}, but only {self.keep_last} checkpoints are kept; raise "
+                "`keep_last`."
             )
 
     def _check_sources(self) -> None:
         if not self.train_files and self.dataset is None:
-            raise UserError("No training text was given; name it with --train_files SOURCE TARGET, or --dataset NAME.")
+            raise UserError("No training text was given; give its files as `train_files`, or a `dataset`.")
         if self.train_files and self.dataset is not None:
-            raise UserError("Both --train_files and --dataset were given; training text is one or the other.")
+            raise UserError("Both `train_files` and `dataset` were given; training text is one or the other.")
         if self.dataset is None:
             for name in ("dataset_config", "dataset_revision", "valid_split", "streaming"):
                 if getattr(self, name):
-                    raise UserError(f"--{name} was given without --dataset; name the data set, or leave it out.")
+                    raise UserError(f"`{name}` was given without `dataset`; name the data set, or leave it out.")
         if self.valid_files and self.valid_split is not None:
-            raise UserError("Both --valid_files and --valid_split were given; validation text is one or the other.")
+            raise UserError("Both `valid_files` and `valid_split` were given; validation text is one or the other.")
         if self.valid_files and self.train_files and len(self.valid_files) != len(self.train_files):
             raise UserError(
                 f"Training text is {len(self.train_files)} and validation text {len(self.valid_files)} files; give "
@@ -310,40 +310,40 @@ class TrainingOptions:
         if self.streaming:
             for name in ("dry_run", "bpe_dropout", "max_epochs"):
                 if getattr(self, name):
-                    raise UserError(f"--{name} was given with --streaming; it needs text that is read as a whole.")
+                    raise UserError(f"`{name}` was given with `streaming`; it needs text that is read as a whole.")
         if self.language_column is not None and not self.language_tags:
-            raise UserError("--language_column was given without --language_tags, which alone needs it.")
+            raise UserError("`language_column` was given without `language_tags`, which alone needs it.")
         if self.language_tags and self.language_column is None and self.target_language is None:
             raise UserError(
-                "--language_tags was given without a language; name it with --target_language, or each pair's with "
-                "--language_column."
+                "`language_tags` was given without a language; name it with `target_language`, or each pair's with "
+                "`language_column`."
             )
 
     def _check_result(self) -> None:
         """Check what depends on validation, and what becomes the result."""
         needs_validation = {
-            "--result best": self.result == "best",
-            "--early_stopping_patience": self.early_stopping_patience > 0,
+            '`result` "best"': self.result == "best",
+            "`early_stopping_patience`": self.early_stopping_patience > 0,
         }
         for name, is_used in needs_validation.items():
             if is_used and not self.valid_files and self.valid_split is None:
-                raise UserError(f"{name} goes by validation; give --valid_files as well.")
+                raise UserError(f"{name} goes by validation; give `valid_files` as well.")
             if is_used and self.best_metric == "bleu" and self.valid_bleu_sentences == 0:
                 raise UserError(
-                    f"{name} goes by BLEU, but --valid_bleu_sentences is 0; raise it, to 200 for instance."
+                    f"{name} goes by BLEU, but `valid_bleu_sentences` is 0; raise it, to 200 for instance."
                 )
         if self.result == "best" and self.keep_best == 0:
-            raise UserError("--result is best, but --keep_best is 0; keep at least 1.")
-        for name, is_used in (("--result best", self.result == "best"), ("--ema_decay", self.ema_decay > 0.0)):
+            raise UserError("`result` is best, but `keep_best` is 0; keep at least 1.")
+        for name, is_used in (('`result` "best"', self.result == "best"), ("`ema_decay`", self.ema_decay > 0.0)):
             if is_used and self.average_last not in (None, 1):
                 raise UserError(
-                    f"--average_last is {self.average_last}, but {name} makes the result of one checkpoint; leave one "
-                    "of the two out, or set --average_last 1."
+                    f"`average_last` is {self.average_last}, but {name} makes the result of one checkpoint; leave one "
+                    "of the two out, or set `average_last` to 1."
                 )
 
     def _require(self, name: str, condition: bool, rule: str) -> None:
         if not condition:
-            raise UserError(f"--{name} is {getattr(self, name)}; it must be {rule}.")
+            raise UserError(f"`{name}` is {getattr(self, name)}; it must be {rule}.")
 
     def _check_trackers(self) -> None:
         names = self.trackers or ()
@@ -351,10 +351,10 @@ class TrainingOptions:
             return
         for name in names:
             if name not in TRACKERS:
-                raise UserError(f"--trackers names {name}; it must be none, or of {', '.join(TRACKERS)}.")
+                raise UserError(f"`trackers` names {name}; it must be none, or of {', '.join(TRACKERS)}.")
             if find_spec(name) is None:
                 raise UserError(
-                    f"--trackers names {name}, which is not installed; run `pip install {name}`, or leave it out."
+                    f"`trackers` names {name}, which is not installed; run `pip install {name}`, or leave it out."
                 )
 
     @property

@@ -32,9 +32,9 @@ def check_output_dir(options: TrainingOptions, more: Sequence[str] = ()) -> None
     # A checkpoint that was being replaced when the run was killed counts: it is put back before it is read.
     has_checkpoints = any(any((folder / "checkpoints").glob(name)) for name in ("update-*", "replaced-update-*"))
     if options.resume and not has_checkpoints:
-        raise UserError(f"--resume was given, but {folder} holds no checkpoints; leave --resume out to start.")
+        raise UserError(f"`resume` was given, but {folder} holds no checkpoints; leave `resume` out to start.")
     if not options.resume and (has_checkpoints or (folder / "model.safetensors").exists()):
-        raise UserError(f"{folder} already holds a run; continue it with --resume, or name another --output_dir.")
+        raise UserError(f"{folder} already holds a run; continue it with `resume`, or name another `output_dir`.")
     if not options.resume:
         is_ours = "fingerprints" in read_run_record(folder)
         check_new_files(folder, (*MODEL_FILES, *more, *(() if is_ours else _RECORDS)))
@@ -58,7 +58,7 @@ def check_new_files(folder: Path, names: Sequence[str]) -> None:
     taken = [name for name in names if os.path.lexists(folder / name)]
     if taken:
         raise UserError(
-            f"{folder} holds {', '.join(taken)}, which would be overwritten; name another --output_dir, or move "
+            f"{folder} holds {', '.join(taken)}, which would be overwritten; name another `output_dir`, or move "
             f"{'it' if len(taken) == 1 else 'them'} away."
         )
 

@@ -69,7 +69,7 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
         if options.language_tags and not getattr(tokenizer, "language_tags", None):
             raise UserError(
                 f"The tokenizer in {options.tokenizer or start} has no language tags; train the vocabulary with "
-                "--language_tags, or leave them out."
+                "`language_tags`, or leave them out."
             )
     else:
         tokenizer = train_vocabulary(train_text, options, cache_dir)
@@ -177,7 +177,7 @@ def check_positions(config: VanillaTransformerConfig, options: TrainingOptions) 
     """
     if config.position_embedding_type == "learned" and config.max_position_embeddings < options.max_length:
         raise UserError(
-            f"--max_position_embeddings is {config.max_position_embeddings}, but sentences may have --max_length "
+            f"`max_position_embeddings` is {config.max_position_embeddings}, but sentences may have `max_length` "
             f"{options.max_length} tokens; raise the one or lower the other."
         )
 

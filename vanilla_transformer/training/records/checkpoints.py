@@ -140,7 +140,7 @@ def newest_sound(folder: Path, report: Callable[[str], None]) -> Path | None:
     checkpoints = list_checkpoints(folder)
     sound = last_sound(checkpoints, 1, report)
     if checkpoints and not sound:
-        raise UserError(f"Every checkpoint in {folder} is damaged; start again in another --output_dir.")
+        raise UserError(f"Every checkpoint in {folder} is damaged; start again in another `output_dir`.")
     return sound[0] if sound else None
 
 

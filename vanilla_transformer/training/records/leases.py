@@ -37,7 +37,7 @@ def training_in(folder: Path) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"Another process trains in {folder} already; wait for its end, or name another --output_dir."
+                f"Another process trains in {folder} already; wait for its end, or name another `output_dir`."
             ) from error
         except OSError:
             # Some network file systems know no locks.

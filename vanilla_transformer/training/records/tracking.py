@@ -92,7 +92,7 @@ class Trackers:
         except Exception as error:
             self._trackers.pop(name, None)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"--trackers {name} failed ({reason}); the run goes on without it.", file=sys.stderr)
+            print(f"Tracker {name} failed ({reason}); the run goes on without it.", file=sys.stderr)
 
     def _write_state(self) -> None:
         partial = self._path.with_name(f"partial-{self._path.name}")
