@@ -275,7 +275,7 @@ _LONGEST_REASON = 300
 
 def _not_trusted(source: str | Path) -> UserError:
     return UserError(
-        f"{source} needs the Python code that comes with it, which only translation and evaluation run, and only with "
+        f"{source} needs Python code that comes with it, which only translation and evaluation run, and only with "
         "`trust_remote_code`; set it if you trust that code, or give another model."
     )
 

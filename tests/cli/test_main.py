@@ -72,7 +72,9 @@ def test_messages_of_the_library_hold_no_flags(place):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("UserError", "option"):
                 texts = [part.value for part in ast.walk(call) if isinstance(part, ast.Constant)]
-                assert not re.search(r"(^|[\s(])--\w", "".join(map(str, texts))), f"{path}, line {call.lineno}"
+                assert not re.search(r"(^|[\s(])--\w", re.sub("`.*?`", "", "".join(map(str, texts)))), (
+                    f"{path}, line {call.lineno}"
+                )
 
 
 # Help and version
@@ -127,7 +129,7 @@ def test_one_process_of_each_machine_tells_what_is_wrong(call, monkeypatch, rank
 def test_memory_that_does_not_suffice(refused, run_folder, monkeypatch, reserve):
     monkeypatch.setattr(SearchBackend, "translate", lambda *arguments, **options: reserve())
     line = refused("translate", "--model", run_folder, "Hello.")
-    assert "Out of memory; lower what takes it, such as --tokens_per_batch" in line
+    assert "Out of memory; lower --tokens_per_batch" in line
 
 
 def test_a_verb_like_no_other_is_answered_with_the_verbs(refused):

@@ -113,7 +113,7 @@ BROKEN_RULES = [
 def test_a_value_out_of_range_is_refused_by_name(name, value, rule):
     with pytest.raises(UserError) as caught:
         options(**{name: value}).check()
-    assert str(caught.value).startswith(f"--{name} is {value}; {rule}")
+    assert str(caught.value).startswith(f"`{name}` is {value}; {rule}")
 
 
 @pytest.mark.parametrize(

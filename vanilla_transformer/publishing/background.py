@@ -50,7 +50,8 @@ class BackgroundPush:
             self._is_prepared = True
         except UploadError as error:
             print(
-                f"Nothing can be published yet: {error} The run starts; each checkpoint tries again.", file=sys.stderr
+                f"Nothing can be published yet: {error} The run starts; its checkpoints will try again.",
+                file=sys.stderr,
             )
 
     def offer(self, checkpoint: Path) -> None:
@@ -119,7 +120,7 @@ class BackgroundPush:
             except Exception as error:
                 known = isinstance(error, UserError)
                 self.failure = str(error) if known else f"{type(error).__name__}: {error}"
-                print(f"{checkpoint} was not published: {self.failure} The run goes on.", file=sys.stderr)
+                print(f"Publishing failed on {checkpoint}: {self.failure} The run goes on.", file=sys.stderr)
             finally:
                 with self._changed:
                     self._is_busy = False

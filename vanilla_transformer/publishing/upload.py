@@ -67,7 +67,7 @@ class Destination:
             raise UserError(f"{self.repo} is not the name of a repository; give one such as user/name.")
         for what, name in (("revision", self.revision), ("tag", self.tag)):
             if name is not None and not _REFERENCE.fullmatch(name):
-                raise UserError(f"The {what} {name} is not a name that git takes; give one such as v1.0.")
+                raise UserError(f"`{what}` is {name}; it must be a name that git takes, such as v1.0.")
 
 
 class UploadError(UserError):
@@ -114,7 +114,7 @@ class Hub:
             if destination.tag is not None:
                 tags = [tag.name for tag in self._api.list_repo_refs(repo).tags]
                 if destination.tag in tags:
-                    raise UserError(f"{repo} already has the tag {destination.tag}; name another tag.")
+                    raise UserError(f"{repo} has a tag {destination.tag} already; name another `tag`.")
             if destination.revision is not None:
                 self._api.create_branch(repo, branch=destination.revision, exist_ok=True)
 
