@@ -13,7 +13,7 @@ from vanilla_transformer.training.options import TrainingOptions
 from vanilla_transformer.training.records.checkpoints import newest_sound
 
 
-# Hyper-parameters that are not part of the weights' meaning: a new run may choose them anew.
+# Hyper-parameters that a new run may change, because the weights do not depend on them.
 _FREE = ("dropout", "attention_dropout", "activation_dropout")
 
 
@@ -24,8 +24,8 @@ def starting_folder(options: TrainingOptions) -> Path | None:
         options: Training options.
 
     Returns:
-        `None` without `init_from`; its folder, fetched if it is a name on the Hub; and when the run is resumed the
-        newest sound checkpoint, so that the other model need not be there any longer.
+        `None` without `init_from`, else the folder of that model, downloaded if it is a name on the Hub. A resumed run
+        uses its newest sound checkpoint instead, so that the other model is not needed any more.
 
     Raises:
         UserError: There is no such model.
@@ -92,7 +92,7 @@ def starting_configuration(options: TrainingOptions, folder: Path) -> VanillaTra
 
 
 def check_vocabulary(config: VanillaTransformerConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a vocabulary that the model's embeddings do not fit.
+    """Refuse a vocabulary that does not fit the model's embeddings.
 
     Args:
         config: Configuration of the model.
