@@ -207,7 +207,9 @@ class TrainingOptions:
     num_processes: int = option(
         1, "Number of processes on this machine; for several machines, use `accelerate launch` or torchrun."
     )
-    device: Literal["auto", "cpu"] = option("auto", "auto uses an accelerator if there is one; cpu does not.")
+    device: Literal["auto", "cpu"] = option(
+        "auto", "Device to train on: auto is an accelerator if there is one, else the CPU."
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] = option(
         "no", "bf16 computes matrix products in bfloat16; fp16 in float16, with dynamic loss scaling."
     )
