@@ -40,7 +40,7 @@ class TranslatorOptions:
     )
     length_penalty: float | None = option(
         None,
-        "Power of the length penalty (5 + length) / 6, which divides scores. Default: from that configuration, else 0.6.",
+        "Power of the length penalty (5 + length) / 6, which divides scores. Default: likewise, else 0.6.",
     )
     rules: SearchRules | None = option(
         None, 'The beam search of the paper, or of transformers: generate(early_stopping="never"). Default: paper.'
