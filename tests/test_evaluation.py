@@ -107,7 +107,7 @@ def test_an_unknown_tokenisation_is_refused_before_anything_is_translated():
         lambda: score(HYPOTHESES, REFERENCES, tokenize="14a"),
         lambda: evaluate_model(translator, HYPOTHESES, REFERENCES, tokenize="14a"),
     ):
-        with pytest.raises(UserError, match=r"^--tokenize is 14a; it must be one of 13a, none, "):
+        with pytest.raises(UserError, match=r"^`tokenize` is 14a; it must be one of 13a, none, "):
             attempt()
     assert translator.calls == 0
 
@@ -120,7 +120,7 @@ def test_a_tokenisation_whose_package_is_not_installed_is_one_sentence(monkeypat
     monkeypatch.setattr("vanilla_transformer.evaluation.BLEU", missing)
     with pytest.raises(UserError) as caught:
         score(HYPOTHESES, REFERENCES, tokenize="ja-mecab")
-    assert "--tokenize ja-mecab" in str(caught.value)
+    assert "`tokenize` ja-mecab" in str(caught.value)
     assert "pip install that" in str(caught.value)
     assert "\n" not in str(caught.value)
 

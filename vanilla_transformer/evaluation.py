@@ -1,4 +1,4 @@
-"""BLEU and chrF by sacreBLEU, with signatures; of texts, of a model, and as a metric for `Seq2SeqTrainer`."""
+"""BLEU and chrF by sacreBLEU, with signatures: for texts, for a model, and as a metric for `Seq2SeqTrainer`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from vanilla_transformer.translation.translator import Translator
 from .errors import UserError
 
 
-# How sacreBLEU splits a text into words. `none` is for text that was tokenised before.
+# Tokenisations of sacreBLEU. `none` is for text that is tokenised already.
 BleuTokenization = Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab", "flores200"]
 
 
@@ -24,7 +24,7 @@ class Scores:
     Args:
         bleu: BLEU, 0 to 100.
         chrf: chrF2, 0 to 100.
-        bleu_signature: What sacreBLEU needs to compute the same BLEU again.
+        bleu_signature: The settings of sacreBLEU that reproduce this BLEU.
         chrf_signature: The same for chrF.
         num_sentences: Number of sentences.
     """
@@ -109,7 +109,7 @@ def evaluate_model(
         raise UserError(
             f"There are {len(sources):,} sources and {len(references):,} references; each source needs one reference."
         )
-    # Before the time that translating takes.
+    # Refuse a wrong tokenisation before translating, which takes long.
     _bleu(tokenize, lowercase)
     hypotheses = translator.translate(list(sources), show_progress=show_progress)
     return score(hypotheses, references, tokenize=tokenize, lowercase=lowercase), hypotheses
@@ -117,13 +117,15 @@ def evaluate_model(
 
 def _bleu(tokenize: str, lowercase: bool) -> BLEU:
     if tokenize not in get_args(BleuTokenization):
-        raise UserError(f"--tokenize is {tokenize}; it must be one of {', '.join(get_args(BleuTokenization))}.")
+        raise UserError(f"`tokenize` is {tokenize}; it must be one of {', '.join(get_args(BleuTokenization))}.")
     try:
         # `force` only silences the warning about text that looks tokenised; the score is the same.
         return BLEU(tokenize=tokenize, lowercase=lowercase, force=True)
     except (ImportError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"--tokenize {tokenize} needs what is not installed here ({reason}); install it.") from error
+        raise UserError(
+            f"`tokenize` {tokenize} needs a package that is not installed ({reason}); install it."
+        ) from error
 
 
 class TranslationMetric(evaluate.Metric):

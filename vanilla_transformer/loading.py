@@ -1,7 +1,7 @@
-"""Models and tokenizers that are loaded to be worked with: whole, fitting, and without code of their own.
+"""Loads models and tokenizers: complete, matching each other, and without running code that they bring.
 
-Plain `from_pretrained` makes up the weights that a folder lacks, leaves out those that it does not know, and asks on
-standard input whether it may run the folder's Python. A verb that reads text there must not be answered by that text.
+Plain `from_pretrained` initialises missing weights at random, ignores unknown ones, and asks on standard input whether
+it may run Python code from the folder. A verb that reads text from standard input must not take it as the answer.
 """
 
 import json
@@ -39,7 +39,7 @@ def load_config(source: str | Path, *, trust_remote_code: bool = False) -> PreTr
 
     Args:
         source: Folder of the model, or its name on the Hub.
-        trust_remote_code: Whether code that it brings may run. Models of this package never need it.
+        trust_remote_code: Whether code that comes with the model may run. Models of this package never need it.
 
     Returns:
         The configuration.
@@ -61,7 +61,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a model for translation whose weights are all there; a model of this package may have no others either.
+    """Load a translation model and check that no weight is missing or, for models of this package, unknown.
 
     Args:
         source: Folder of the model, or its name on the Hub; its weights are safetensors.
@@ -83,7 +83,7 @@ def load_model(
         with _sentences(source):
             stored = _stored_names(folder)
         if is_ours and config.encoder_layers + config.decoder_layers > len(stored):
-            # Before so many are built.
+            # Checked before that many layers are built.
             raise UserError(
                 f"The weights in {source} do not fit its config.json ({len(stored):,} tensors for "
                 f"{config.encoder_layers:,} and {config.decoder_layers:,} layers); save the model again, or give "
@@ -98,11 +98,11 @@ def load_model(
             trust_remote_code=trust_remote_code and not is_ours,
             local_files_only=folder.is_dir(),
             use_safetensors=True,
-            # To name what differs instead of failing without a name.
+            # Mismatched weights are reported by name below.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    # Files of other classes may hold more than their models; what they lack is made up all the same.
+    # Files of other classes may hold more weights than the model; missing ones are initialised at random for all.
     found = {
         "missing": report["missing_keys"],
         "of another shape": [name for name, *_ in report["mismatched_keys"]],
@@ -144,16 +144,15 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         length = tokenizer.model_max_length
         if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 1:
             raise UserError(f"The tokenizer in {source} has a model_max_length of {length!r}; it must be at least 1.")
-        # What a damaged vocabulary does not have shows at the first text.
+        # A damaged vocabulary may fail only on its first text.
         tokenizer("a")
     return tokenizer
 
 
 def check_whole(folder: Path) -> None:
-    """Refuse a model that is more than its own files, or that does not load with the tokenizer beside it.
+    """Refuse a model with a PEFT adapter in its folder, or one that does not load with its tokenizer.
 
-    `from_pretrained` adds an adapter of PEFT that lies in the folder to the model; what copies the model's files alone
-    would lose it.
+    `from_pretrained` also loads an adapter in the folder; a copy of the model's own files would lose it.
 
     Args:
         folder: Folder of a model.
@@ -169,12 +168,12 @@ def check_whole(folder: Path) -> None:
 
 
 def check_tokenizer_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str | Path) -> None:
-    """Refuse a tokenizer with entries that a model has no embedding for, or other ends of texts than the model's.
+    """Refuse a tokenizer with more entries than the model has embeddings, or with another end-of-sentence token.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        source: Where they come from, for the message.
+        source: Folder or name of both, for the message.
 
     Raises:
         UserError: As said.
@@ -222,14 +221,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_json(source: str | Path, names: Sequence[str]) -> None:
-    """Refuse files of a folder that are there and hold no JSON object."""
+    """Refuse existing files of a folder that hold no JSON object."""
     for path in (Path(source) / name for name in names if Path(source).is_dir()):
         if path.exists():
             read_json(path)
 
 
 def _stored_names(folder: Path) -> list[str]:
-    """Names of a model's tensors, of which only the headers are read."""
+    """Names of a model's tensors; only the headers of the files are read."""
     if (folder / WEIGHTS).is_file():
         with safe_open(folder / WEIGHTS, "pt") as file:
             return list(file.keys())
@@ -240,16 +239,16 @@ def _stored_names(folder: Path) -> list[str]:
 
 @contextmanager
 def _sentences(source: str | Path, what: str = "The model") -> Iterator[None]:
-    """Turn whatever transformers, tokenizers and safetensors raise for a file from elsewhere into one sentence.
+    """Turn any exception that transformers, tokenizers or safetensors raise for a damaged file into one sentence.
 
-    Values of a wrong kind or size surface in them as any exception; tokenizers raises bare ones.
+    Invalid values cause exceptions of any type; tokenizers raises plain `Exception`.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        # What transformers says where it may not run the code that a model needs.
+        # The text of transformers for a model whose code may not run.
         if "trust_remote_code=True" in str(error):
             raise _not_trusted(source) from error
         if "use_safetensors=True" in str(error):
@@ -262,25 +261,26 @@ def _sentences(source: str | Path, what: str = "The model") -> Iterator[None]:
 def _reason(error: Exception) -> str:
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split())
+    # Names in backticks are read as our caller's arguments; these are a file's.
+    text = " ".join(str(error).split()).replace("`", "'")
     if not text or isinstance(error, LookupError | TypeError | AttributeError):
         text = f"{type(error).__name__} {text}".strip()
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
 
 
-# transformers lists all of its classes where it does not know one.
+# transformers lists all of its classes when it does not know one.
 _LONGEST_REASON = 300
 
 
 def _not_trusted(source: str | Path) -> UserError:
     return UserError(
-        f"{source} needs Python code that comes with it, which only `translate` and `evaluate` run, and only with "
-        "--trust_remote_code; pass it if you trust that code, or give another."
+        f"{source} needs Python code that comes with it, which only translation and evaluation run, and only with "
+        "`trust_remote_code`; set it if you trust that code, or give another model."
     )
 
 
 def _needs_code(config: dict[str, Any]) -> bool:
-    """Whether a tokenizer's class is neither ours nor one of transformers, and named as code that it brings."""
+    """Whether a tokenizer's class comes as code with it, and is neither ours nor one of transformers."""
     codes = config.get("auto_map") or {}
     if isinstance(codes, dict):
         codes = codes.get("AutoTokenizer") or ()
@@ -299,7 +299,7 @@ def _no_safetensors(source: str | Path) -> UserError:
 
 
 def _check_generation(model: PreTrainedModel, source: str | Path) -> None:
-    """Refuse values of a generation configuration that no search can use."""
+    """Refuse invalid values in a generation configuration."""
     config = model.generation_config
     entries = model.config.decoder_vocab_size
 
@@ -316,7 +316,7 @@ def _check_generation(model: PreTrainedModel, source: str | Path) -> None:
     rules = {
         "decoder_start_token_id": (is_id, ids),
         "eos_token_id": (lambda value: is_id(value) or (are_ids(value) and value), f"{ids}, or a list of such ids"),
-        # Of the first token, there are no more candidates.
+        # The first token has no more candidates than the vocabulary has entries.
         "num_beams": (
             lambda value: value is None or (_is_whole(value) and 1 <= value <= entries),
             f"a whole number from 1 to {entries:,}",
@@ -346,7 +346,7 @@ def _others(number: int) -> str:
 
 
 def architecture_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """A model's configuration without what transformers notes about files.
+    """A model's configuration without the entries about files and versions that transformers adds.
 
     Args:
         config: Configuration of a model.

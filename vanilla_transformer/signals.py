@@ -1,12 +1,12 @@
-"""The signals that ask a run to save and stop. It imports nothing, so that a launcher of processes starts at once."""
+"""The signals that ask a run to save and stop. Nothing heavy is imported, so that the launcher starts at once."""
 
 import signal
 
 
 def stopping_signals() -> list[signal.Signals]:
-    """SIGINT, SIGTERM and, of a terminal or connection that is lost, SIGHUP.
+    """SIGINT, SIGTERM and SIGHUP, which is sent when a terminal or connection is lost.
 
-    SIGHUP is left out where there is none (Windows), and where this process was told to ignore it, as `nohup` does.
+    SIGHUP is left out where it does not exist (Windows), and where this process ignores it, as under `nohup`.
     """
     signals = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)

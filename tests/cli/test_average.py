@@ -2,7 +2,7 @@ from vanilla_transformer.training.records.checkpoints import list_checkpoints
 
 
 def test_averaging_more_checkpoints_than_there_are(refused, run_folder, tmp_path):
-    assert "holds 2 checkpoints that count, and --last is 3" in refused(
+    assert "holds 2 checkpoints that can be averaged, and --last is 3" in refused(
         "average", run_folder, "--last", "3", "--output_dir", tmp_path / "mean"
     )
     assert not (tmp_path / "mean").exists()

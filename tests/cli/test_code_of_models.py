@@ -104,7 +104,7 @@ def test_no_verb_runs_code_or_asks(call, folder, corpus, small, tmp_path, monkey
         complaint = err.splitlines()[-1]
         assert complaint.startswith("vanilla-transformer"), err
         # Models of other types are not published in any case.
-        reason = "brings_code" if (what, verb) == ("model", "publish") else "--trust_remote_code"
+        reason = "brings_code" if (what, verb) == ("model", "publish") else "trust_remote_code"
         assert reason in complaint, verb
     assert not (tmp_path / "marker").exists()
     assert not (tmp_path / "mean").exists()

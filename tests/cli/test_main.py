@@ -1,8 +1,10 @@
+import ast
 import importlib.metadata
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +15,8 @@ import torch
 
 import vanilla_transformer
 from vanilla_transformer.cli import VERBS, main
+from vanilla_transformer.errors import UserError
+from vanilla_transformer.training.options import TrainingOptions
 from vanilla_transformer.translation.backends import SearchBackend
 
 
@@ -29,6 +33,48 @@ def run_script(*arguments: str) -> tuple[subprocess.CompletedProcess, set[str]]:
     times = re.findall(r"^import time:.*\|\s*(\S+)$", result.stderr, flags=re.MULTILINE)
     result.stderr = re.sub(r"^import time:.*\n", "", result.stderr, flags=re.MULTILINE)
     return result, set(times)
+
+
+# Options in messages
+
+
+def test_the_library_names_arguments_and_the_command_line_flags(refused, train, corpus):
+    options = TrainingOptions(train_files=corpus, tokens_per_batch=99, max_length=100)
+    with pytest.raises(UserError) as raised:
+        options.check()
+    assert str(raised.value).startswith("`max_length` is 100 and `tokens_per_batch` 99; a batch must hold")
+    told = refused(*train("--tokens_per_batch", "99", "--max_length", "100"))
+    assert told == "vanilla-transformer train: " + re.sub("`(.*?)`", r"--\1", str(raised.value))
+
+
+def test_hyper_parameters_are_named_as_flags_where_flags_set_them(refused, train, run_folder, tmp_path):
+    assert "--d_model (15) must be divisible by --encoder_attention_heads (2)" in refused(*train("--d_model", "15"))
+    shutil.copytree(run_folder, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"d_model": 15}), encoding="utf-8")
+    told = refused(*train("--init_from", tmp_path / "model"))
+    assert "'d_model' (15) must be divisible by" in told and "--d_model" not in told
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "*.py",
+        "data/*.py",
+        "publishing/*.py",
+        "training/options.py",
+        "training/preparation/*.py",
+        "training/records/*.py",
+    ],
+)
+def test_messages_of_the_library_hold_no_flags(place):
+    for path in Path(vanilla_transformer.__file__).parent.glob(place):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("UserError", "option"):
+                texts = [part.value for part in ast.walk(call) if isinstance(part, ast.Constant)]
+                assert not re.search(r"(^|[\s(])--\w", re.sub("`.*?`", "", "".join(map(str, texts)))), (
+                    f"{path}, line {call.lineno}"
+                )
 
 
 # Help and version

@@ -6,7 +6,7 @@ from typing import get_type_hints
 import pytest
 
 from vanilla_transformer.cli import average, evaluate, tokenizer, train, translate
-from vanilla_transformer.cli.options import parse
+from vanilla_transformer.cli.options import name_flags, parse
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.tokenization_vanilla_transformer import LARGEST_VOCABULARY
 from vanilla_transformer.training import options as configuration
@@ -46,7 +46,7 @@ def test_every_number_is_taken_or_refused_with_a_sentence(verb):
                 options = parse(verb.OPTIONS, [*REQUIRED.get(verb, []), f"--{name}={value}"], prog="x", summary="x")
                 check(verb, options)
             except UserError as error:
-                assert f"--{name}" in str(error)
+                assert f"--{name}" in name_flags(str(error), verb.OPTIONS)
 
 
 @pytest.mark.parametrize(

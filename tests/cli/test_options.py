@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import pytest
 import yaml
 
-from vanilla_transformer.cli.options import parse, read_recipe, recipes
+from vanilla_transformer.cli.options import name_flags, parse, read_recipe, recipes
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import TRAINING_PAPER
 from vanilla_transformer.training.options import TrainingOptions, option
@@ -187,6 +187,47 @@ def test_the_help_shows_every_option_its_text_and_its_default(capsys):
         assert f"{bare} Default" not in text
     for name in recipes():
         assert name in text
+
+
+def test_the_help_names_flags_where_the_text_names_options(capsys):
+    @dataclass(kw_only=True)
+    class Hints:
+        source: str = option("", "Used without `target`, and read by `datasets`.")
+        target: str = option("", "The other.")
+
+    with pytest.raises(SystemExit):
+        parse(Hints, ["--help"], prog="program", summary="Summary.")
+    assert "Used without --target, and read by `datasets`." in " ".join(capsys.readouterr().out.split())
+
+
+# What the library says
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("`number` is 0; it must be at least 1.", "--number is 0; it must be at least 1."),
+        ("Lower `number`, or give `ratio` and `words`.", "Lower --number, or give --ratio and WORDS."),
+        ("A switch (`switch`) needs `number`: give both.", "A switch (--switch) needs --number: give both."),
+    ],
+)
+def test_options_in_a_message_are_named_as_flags(text, shown):
+    assert name_flags(text, Everything) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`another` is 0.",
+        "Its number is 0.",
+        "Give a folder that `verb --number` wrote.",
+        "Call `number()`, or `item.number`.",
+        "/tmp/`number`/file does not exist; nor do /tmp/`number` and `number`/file.",
+        "``number`` is code.",
+    ],
+)
+def test_what_else_a_message_quotes_stays(text):
+    assert name_flags(text, Everything) == text
 
 
 # Recipes
@@ -396,4 +437,4 @@ def test_the_help_of_training_shows_the_papers_values(capsys):
     for item in dataclasses.fields(TrainingOptions):
         assert f"--{item.name}" in text
         if isinstance(item.default, (int, float)) and not isinstance(item.default, bool):
-            assert f"{item.metadata['help']} Default: {item.default}." in text
+            assert f"{name_flags(item.metadata['help'], TrainingOptions)} Default: {item.default}." in text

@@ -329,7 +329,7 @@ def test_ctrl_c_tells_how_to_go_on(call, run_folder, tmp_path, write, monkeypatc
         patch.setattr(Translator, "window", property(lambda _: 2, lambda *_: None), raising=False)
         status, _, err = call(*arguments, "--output", tmp_path / "target")
     assert status == 130
-    assert f"{tmp_path / 'target.partial'} keeps what is done; --resume goes on with it." in err
+    assert f"{tmp_path / 'target.partial'} keeps the translations so far; continue with --resume." in err
     assert len((tmp_path / "target.partial").read_text(encoding="utf-8").splitlines()) == 2
     assert call(*arguments, "--output", tmp_path / "target", "--resume")[0] == 0
     assert (tmp_path / "target").read_bytes() == (tmp_path / "whole").read_bytes()

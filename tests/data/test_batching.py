@@ -193,7 +193,7 @@ def test_a_process_beyond_the_batches_gets_none():
 def test_a_pair_longer_than_a_batch_is_refused(side):
     lengths = [np.array([3, 4, 5], np.int32), np.array([3, 4, 5], np.int32)]
     lengths[side][1] = 65
-    with pytest.raises(UserError, match=r"--tokens_per_batch is 64, .* 65 tokens .*lower --max_length"):
+    with pytest.raises(UserError, match=r"`tokens_per_batch` is 64, .* 65 tokens .*lower `max_length`"):
         TokenBatches(*lengths, tokens_per_batch=64)
     # A pair of exactly the budget is a batch of its own.
     batches = TokenBatches(*lengths, tokens_per_batch=65).batches(0)

@@ -66,7 +66,7 @@ def test_a_table_of_other_than_two_columns_wants_them_named(tmp_path):
     pairs, rejections = read(table(tmp_path, b"a\tb\nc\nd\te\tf\ng\th\n"))
     assert [number for number, *_ in pairs] == [1, 4]
     (reason,) = rejections.counts
-    assert "--tsv_columns" in reason and rejections.counts[reason] == 2
+    assert "`tsv_columns`" in reason and rejections.counts[reason] == 2
     assert rejections.examples[reason].endswith("line 2 with 1 columns")
 
 
@@ -79,13 +79,13 @@ def test_a_row_that_lacks_a_named_column_is_rejected(tmp_path):
 
 @pytest.mark.parametrize("columns", [(0, 1), (2, 2), (-1, 3)])
 def test_column_numbers_must_differ_and_count_from_one(tmp_path, columns):
-    with pytest.raises(UserError, match=f"--tsv_columns is {columns[0]} {columns[1]}.*different column numbers"):
+    with pytest.raises(UserError, match=f"`tsv_columns` is {columns[0]} {columns[1]}.*different column numbers"):
         table(tmp_path, b"a\tb\n", columns)
 
 
 def test_columns_of_two_files_are_a_contradiction(tmp_path):
     files = two_files(tmp_path, b"a\n", b"b\n").files
-    with pytest.raises(UserError, match="--tsv_columns was given with two files"):
+    with pytest.raises(UserError, match="`tsv_columns` was given with two files"):
         ParallelText(files, (1, 2))
 
 
@@ -102,7 +102,7 @@ def test_a_third_column_can_name_each_pairs_language(tmp_path):
     assert list(text.tagged_pairs(rejections)) == [(1, "a", "b", "de"), (2, "c", "d", "fr")]
     assert list(text.pairs(rejections)) == [(1, "a", "b"), (2, "c", "d")]
     for columns, language in (((1, 3), 3), ((1, 3), 0), (None, 2)):
-        with pytest.raises(UserError, match=f"--language_column is {language}; .* third column"):
+        with pytest.raises(UserError, match=f"`language_column` is {language}; .* third column"):
             ParallelText(text.files, columns, language)
 
 
@@ -270,7 +270,7 @@ def test_refusing_stops_at_the_first_unusable_pair(tmp_path):
     with pytest.raises(UserError) as caught:
         next(pairs)
     assert str(caught.value).startswith(f"{text.files[0]} / {text.files[1]}, line 3: the source is empty")
-    assert "--invalid_pairs drop" in str(caught.value)
+    assert '`invalid_pairs` "drop"' in str(caught.value)
 
 
 # Languages
@@ -295,7 +295,7 @@ def test_both_directions_are_told_apart_in_a_table_too(tmp_path):
     table(tmp_path, "".join(f"{a}\t{b}\n" for a, b in zip(*sides, strict=True)).encode())
     straight, swapped = (ParallelText((tmp_path / "train.tsv",), columns) for columns in ((1, 2), (2, 1)))
     check_language_order(straight, straight)
-    with pytest.raises(UserError, match="--tsv_columns"):
+    with pytest.raises(UserError, match="`tsv_columns`"):
         check_language_order(straight, swapped)
 
 

@@ -193,7 +193,7 @@ def test_the_report_tells_what_was_read_kept_and_dropped(tmp_path, tokenizer):
     assert report == corpus.report
     assert report["files"] == [str(path) for path in text.files]
     assert (report["pairs_read"], report["pairs_kept"]) == (6, 2)
-    too_long = "a side is longer than --max_length 10 tokens"
+    too_long = "a side is longer than `max_length`, 10 tokens"
     assert report["dropped"] == {"the source is empty": 2, "the target is empty": 1, too_long: 1}
     assert report["first_dropped"] == {
         "the source is empty": text.place(2),
@@ -215,7 +215,7 @@ def test_a_pair_may_have_max_length_tokens_and_no_more(tmp_path, tokenizer, side
     lines[1][side] = "x" * 16
     text = two_files(tmp_path, lines)
     assert len(encode(text, tokenizer, tmp_path / "cache", max_length=16)) == 2
-    with pytest.raises(UserError, match=r"line 2 with 17 tokens: .*--max_length 16 tokens.*--invalid_pairs drop"):
+    with pytest.raises(UserError, match=r"line 2 with 17 tokens: .*`max_length`, 16 tokens.*`invalid_pairs` .drop"):
         encode(text, tokenizer, tmp_path / "cache", max_length=16, invalid_pairs="refuse")
 
 

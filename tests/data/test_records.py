@@ -14,7 +14,7 @@ from vanilla_transformer.errors import UserError
 SENTENCES = tuple(Path(__file__).with_name(f"sentences.{language}") for language in ("en", "de"))
 PAIRS = [(source, target) for _, source, target in ParallelText(SENTENCES).pairs(Rejections("refuse"))]
 EN_DE = ("en", "de")
-HINT = " (choose fields with --pair_keys)"
+HINT = " (choose fields with `pair_keys`)"
 
 
 def json_lines(folder: Path, records: list, **keys) -> JsonLines:
@@ -70,11 +70,11 @@ def test_lines_that_hold_no_pair_are_told_with_their_number(tmp_path):
         b"[" * 100_000: "the line is not JSON",
         b'["a", "b"]': "the record is not an object with named fields",
         b'{"source": "\xff", "target": "b"}': "the text is not UTF-8",
-        b'{"source": "a"}': "the record lacks the field `target`" + HINT,
-        b'{"source": null, "target": "b"}': "the record has no text in the field `source`" + HINT,
-        b'{"source": "a", "target": "\\ud800"}': "the field `target` holds half a surrogate pair",
+        b'{"source": "a"}': "the record lacks the field 'target'" + HINT,
+        b'{"source": null, "target": "b"}': "the record has no text in the field 'source'" + HINT,
+        b'{"source": "a", "target": "\\ud800"}': "the field 'target' holds half a surrogate pair",
         b'{"source": "a", "target": " "}': "the target is empty",
-        b'{"translation": {"en": "a"}}': "a field `translation` needs --source_language and --target_language",
+        b'{"translation": {"en": "a"}}': "the field 'translation' needs `source_language` and `target_language`",
     }
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"".join(line + b"\n" for line in lines))
@@ -170,7 +170,7 @@ def test_a_record_without_a_pair_is_named(tmp_path):
     )
     text = DataSet(str(tmp_path / "data"), "train", PairKeys())
     assert read(text)[0] == [(1, "a", "b", None)]
-    with pytest.raises(UserError, match=r"record 2: the record has no text in the field `source`"):
+    with pytest.raises(UserError, match=r"record 2: the record has no text in the field 'source'"):
         read(text, "refuse")
     Dataset.from_dict({"source": [], "target": []}).save_to_disk(tmp_path / "empty")
     with pytest.raises(UserError, match="empty has no readable split train"):

@@ -112,7 +112,7 @@ def test_seed_and_window_make_another_order(folder):
 
 def test_a_window_that_holds_no_update_is_refused(folder):
     with pytest.raises(
-        UserError, match=r"--stream_window is 2 pairs, which make \d batches; an update takes 9; raise"
+        UserError, match=r"`stream_window` is 2 pairs, which make \d batches; an update takes 9; raise"
     ):
         make_plan(folder, window=2, batches_per_update=9).update(0)
 

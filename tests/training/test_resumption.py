@@ -262,7 +262,7 @@ def test_what_a_run_was_computed_with_cannot_change(short_run, make_options, mat
 
 
 def test_a_run_is_neither_overwritten_nor_resumed_by_mistake(short_run, make_options, tmp_path):
-    with pytest.raises(UserError, match="already holds a run; continue it with --resume"):
+    with pytest.raises(UserError, match="already holds a run; continue it with `resume`"):
         train_anew(make_options(short_run))
-    with pytest.raises(UserError, match="holds no checkpoints; leave --resume out"):
+    with pytest.raises(UserError, match="holds no checkpoints; leave `resume` out"):
         train_anew(make_options(tmp_path, resume=True))

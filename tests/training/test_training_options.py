@@ -113,7 +113,7 @@ BROKEN_RULES = [
 def test_a_value_out_of_range_is_refused_by_name(name, value, rule):
     with pytest.raises(UserError) as caught:
         options(**{name: value}).check()
-    assert str(caught.value).startswith(f"--{name} is {value}; {rule}")
+    assert str(caught.value).startswith(f"`{name}` is {value}; {rule}")
 
 
 @pytest.mark.parametrize(
@@ -138,31 +138,31 @@ def test_values_at_the_edge_of_their_range_pass(values):
 
 
 def test_training_text_must_be_named():
-    with pytest.raises(UserError, match="No training text was given; name it with --train_files SOURCE TARGET"):
+    with pytest.raises(UserError, match="No training text was given; give its files as `train_files`"):
         TrainingOptions().check()
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"dataset": "x"}, "Both --train_files and --dataset were given"),
-        ({"dataset_config": "x"}, "--dataset_config was given without --dataset"),
-        ({"dataset_revision": "x"}, "--dataset_revision was given without --dataset"),
-        ({"valid_split": "x"}, "--valid_split was given without --dataset"),
+        ({"dataset": "x"}, "Both `train_files` and `dataset` were given"),
+        ({"dataset_config": "x"}, "`dataset_config` was given without `dataset`"),
+        ({"dataset_revision": "x"}, "`dataset_revision` was given without `dataset`"),
+        ({"valid_split": "x"}, "`valid_split` was given without `dataset`"),
         (
             {"train_files": (), "dataset": "x", "valid_split": "x", "valid_files": FILES},
-            "Both --valid_files and --valid_split were given",
+            "Both `valid_files` and `valid_split` were given",
         ),
-        ({"streaming": True}, "--streaming was given without --dataset"),
+        ({"streaming": True}, "`streaming` was given without `dataset`"),
         *[
             (
                 {"train_files": (), "dataset": "x", "streaming": True, **more},
-                "with --streaming; it needs text that is read",
+                "with `streaming`; it needs text that is read",
             )
             for more in ({"dry_run": True}, {"bpe_dropout": 0.1}, {"max_epochs": 1})
         ],
-        ({"language_column": "to"}, "--language_column was given without --language_tags"),
-        ({"language_tags": True}, "--language_tags was given without a language; name it with --target_language"),
+        ({"language_column": "to"}, "`language_column` was given without `language_tags`"),
+        ({"language_tags": True}, "`language_tags` was given without a language; name it with `target_language`"),
     ],
 )
 def test_sources_that_contradict_each_other_are_refused(values, sentence):
@@ -177,7 +177,7 @@ def test_a_data_set_needs_no_files():
 
 
 def test_a_batch_must_hold_the_longest_sentence():
-    with pytest.raises(UserError, match=r"--max_length is 300 and --tokens_per_batch 299; .*raise .* to 300 or more"):
+    with pytest.raises(UserError, match=r"`max_length` is 300 and `tokens_per_batch` 299; .*raise .* to 300 or more"):
         options(max_length=300, tokens_per_batch=299, tokens_per_update=299).check()
 
 
@@ -186,7 +186,7 @@ def test_a_batch_must_hold_the_longest_sentence():
 )
 def test_an_update_must_be_whole_batches_and_the_advice_is(batch, update, advice):
     with pytest.raises(
-        UserError, match=f"{update} and must be a multiple of --tokens_per_batch, {batch}; use {advice}"
+        UserError, match=f"{update} and must be a multiple of `tokens_per_batch`, {batch}; use {advice}"
     ):
         options(tokens_per_batch=batch, tokens_per_update=update).check()
     advised = options(tokens_per_batch=batch, tokens_per_update=advice)
@@ -195,7 +195,7 @@ def test_an_update_must_be_whole_batches_and_the_advice_is(batch, update, advice
 
 
 def test_no_more_checkpoints_are_averaged_than_are_kept():
-    with pytest.raises(UserError, match="--average_last is 6, but only 5 checkpoints are kept; raise --keep_last"):
+    with pytest.raises(UserError, match="`average_last` is 6, but only 5 checkpoints are kept; raise `keep_last`"):
         options(average_last=6).check()
 
 

@@ -1,4 +1,4 @@
-"""The command line, `vanilla-transformer VERB`: one module a verb, imported when its verb is called."""
+"""The command line, `vanilla-transformer VERB`: one module per verb, imported when the verb is called."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ VERBS = {
     "evaluate": "translate a test set and score it with BLEU and chrF",
     "score": "score a file of translations with BLEU and chrF",
     "visualize": "show attention, positions, the learning rate, runs or a vocabulary, as a page or a figure",
-    "publish": "publish a model on the Hugging Face Hub, with its card and its code",
+    "publish": "publish a model on the Hugging Face Hub, with its card and code",
 }
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments; `None` takes the process's.
+        argv: Arguments; `None` takes those of the process.
 
     Returns:
         Exit status: 0 done, 1 a mistake in the input, 2 a mistake in the command, 128 + n stopped by signal n.
@@ -70,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(name, "stopped by Ctrl-C.")
         return 130
     except BrokenPipeError:
-        # The reader of our output has left; closing standard output now would complain once more.
+        # The reader of our output has closed it; Python would report that once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
         if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding() != "utf-8":
-            # The name of a file, which a recipe tells.
+            # A file name from a recipe; those of the command line are checked before.
             _complain(name, f"{error.object} {_NOT_OF_THE_LOCALE.format(error.encoding)}")
             return 1
         if _is_out_of_memory(error):
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = _reason_of_disk(error)
         if reason is None:
             raise
-        # Where a file is copied, the second name is that of the copy.
+        # When a file is copied, the second name is the copy's.
         place = getattr(error, "filename2", None) or getattr(error, "filename", None) or "the output"
         _complain(name, f"{reason}: {place}; make room or choose another folder.")
         return 1
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # The class of torch, which is not imported here, and what it says of memory that is not a GPU's.
+    # By name, because torch is not imported here; for CPU memory it raises RuntimeError with this text.
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -102,9 +102,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _reason_of_disk(error: Exception) -> str | None:
-    """What keeps a file from being written, or `None` if the error is of another kind."""
+    """The reason why a file cannot be written, or `None` if the error is of another kind."""
     number = getattr(error, "errno", None)
-    # tokenizers and safetensors tell the system's errors in words.
+    # tokenizers and safetensors give the number of the system's error only in the message.
     if number is None and (told := re.search(r"\(os error (\d+)\)", str(error))):
         number = int(told[1])
     refusals = (
@@ -114,7 +114,7 @@ def _reason_of_disk(error: Exception) -> str | None:
     return os.strerror(number) if number in refusals else None
 
 
-_NOT_OF_THE_LOCALE = "has letters that the locale's encoding, {}, does not; set PYTHONUTF8=1, or a UTF-8 locale."
+_NOT_OF_THE_LOCALE = "has characters that the encoding of the locale, {}, lacks; set PYTHONUTF8=1, or a UTF-8 locale."
 
 
 class _UsageError(UserError):
@@ -124,13 +124,13 @@ class _UsageError(UserError):
 def _prepare_output() -> None:
     if sys.stdout is None:
         raise UserError("Standard output is closed; leave it open, or send it to a file.")
-    # Text is UTF-8 on its way in and out, whatever the locale; names of files may be bytes that are not.
+    # Text is read and written as UTF-8 in every locale; file names may hold other bytes.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     sys.stderr.reconfigure(encoding="utf-8", errors="surrogateescape")
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:
-    """Refuse arguments that the locale could not decode: not every library opens files by such names."""
+    """Refuse arguments that the locale could not decode: some libraries cannot open files by such names."""
     encoding = sys.getfilesystemencoding()
     for argument in arguments:
         if encoding != "utf-8" and any("\udc80" <= letter <= "\udcff" for letter in argument):
@@ -138,7 +138,7 @@ def _check_encoding(arguments: Sequence[str]) -> None:
 
 
 def _check_launcher(verb: str) -> None:
-    """Refuse to do several times side by side what is done once; processes of a launcher share training alone."""
+    """Refuse several processes for a verb that does not share its work; only `train` does."""
     number = os.environ.get("WORLD_SIZE", "1")
     if verb != "train" and "LOCAL_RANK" in os.environ and number != "1":
         raise UserError(
@@ -147,7 +147,7 @@ def _check_launcher(verb: str) -> None:
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
-    from .options import parse
+    from .options import name_flags, parse
 
     module = import_module(f".{verb}", __name__)
     try:
@@ -157,7 +157,12 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
     except SystemExit:
         # argparse has printed the help.
         return 0
-    return module.run(options)
+    try:
+        return module.run(options)
+    except (UserError, MemoryError) as error:
+        # The library names its arguments, and the user of the command line knows flags.
+        error.args = (name_flags(str(error), type(options)),)
+        raise
 
 
 def _sentence(summary: str) -> str:
@@ -189,8 +194,8 @@ def _overview() -> str:
 
 
 def _complain(name: str, message: str) -> None:
-    # One of several processes on a machine speaks for all.
+    # Only the first process of each machine prints.
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        # The name of a file may hold line ends.
+        # File names may contain line ends.
         message = message.replace("\n", "\\n").replace("\r", "\\r")
         print(f"{name}: {message}", file=sys.stderr)

@@ -18,14 +18,14 @@ class AverageOptions:
 
     checkpoints: tuple[Path, ...] = option(
         (),
-        "Checkpoints, none of which may be damaged; or a run's folder. Of checkpoints with a moving average of the "
-        "weights, that is taken.",
+        "Checkpoints, or the folder of a run. If the checkpoints hold moving averages of the weights, "
+        "these are averaged. A damaged checkpoint that is named here is an error.",
         positional=True,
     )
     last: int = option(
         5,
-        "How many checkpoints of a run's folder to take: the last ones, as train does for its result. Those that were "
-        "written because the run was stopped or at its best do not count, and damaged ones are passed over.",
+        "Number of last checkpoints to take from the folder of a run, as train does for its result. Checkpoints that "
+        "were written only because the run stopped or reached its best score do not count; damaged ones are skipped.",
     )
     output_dir: Path = option(Path("averaged"), "Folder to write.")
 
@@ -52,18 +52,18 @@ def run(options: AverageOptions) -> int:
     of_run = _of_run(options.checkpoints[0], options.last) if len(options.checkpoints) == 1 else []
     checkpoints = of_run or list(options.checkpoints)
     for path in checkpoints:
-        # Before the output folder is made.
+        # Checked before the output folder is made.
         if not (path / WEIGHTS).is_file():
             raise UserError(f"{path} is not a checkpoint: it lacks {WEIGHTS}; give checkpoints, or a run's folder.")
     check_new_files(options.output_dir, MODEL_FILES)
     with ExitStack() as leases:
         for path in checkpoints:
-            # Other folders of models have no digests to compare with, and no run that might delete them.
+            # Other model folders have no digests to verify, and no run that might delete them.
             if (path / MANIFEST).is_file():
                 leases.enter_context(reading(path))
                 if not of_run and (fault := fault_of(path)) is not None:
                     raise UserError(f"{path} is damaged ({fault}); leave it out, or restore it.")
-        # The others are compared with it.
+        # `average_checkpoints` compares the others with it.
         check_whole(checkpoints[-1])
         check_writable(options.output_dir)
         average_checkpoints(checkpoints, options.output_dir)
@@ -80,7 +80,7 @@ def _of_run(folder: Path, count: int) -> list[Path]:
     chosen = checkpoints_of_mean(folder / "checkpoints", count, lambda text: print(text, file=sys.stderr))
     if len(chosen) < count:
         raise UserError(
-            f"{folder} holds {len(chosen)} checkpoints that count, and --last is {count}; lower --last, or name "
-            "checkpoints one by one."
+            f"{folder} holds {len(chosen)} checkpoints that can be averaged, and --last is {count}; lower --last, "
+            "or name the checkpoints."
         )
     return chosen

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 class EvaluateOptions(TranslatorOptions):
     """Options of `evaluate`."""
 
-    source: Path = option(..., "File of source sentences, one a line.")
-    references: Path = option(..., "File of references, one a line.")
-    tokenize: str = option("13a", "sacreBLEU's tokenisation: 13a, none (text tokenised before), intl, char, zh, ...")
+    source: Path = option(..., "File of source sentences, one per line.")
+    references: Path = option(..., "File of references, one per line.")
+    tokenize: str = option(
+        "13a", "Tokenisation of sacreBLEU: 13a, none (for text that is tokenised already), intl, char, zh, ..."
+    )
     lowercase: bool = option(False, "Ignore case.")
-    test_set: str | None = option(None, "Name of the test set in the scores; default: that of --source.")
+    test_set: str | None = option(
+        None, "Name of the test set, written with the scores. Default: the file name of `source`."
+    )
     translations: Path | None = option(None, "File for the translations.")
-    output: Path | None = option(None, "File for the scores as JSON; they are printed in any case.")
+    output: Path | None = option(None, "File for the scores, as JSON; they are printed as well.")
 
 
 OPTIONS = EvaluateOptions
@@ -64,7 +68,7 @@ def run(options: EvaluateOptions) -> int:
 
 
 def _circumstances(translator: "Translator") -> dict[str, Any]:
-    """How and where a translator works."""
+    """Search, precision and hardware of a translator."""
     import torch
 
     from vanilla_transformer import VanillaTransformerForConditionalGeneration

@@ -1,4 +1,4 @@
-"""The files that verbs read and write: whole lines in, whole files out."""
+"""How verbs read text files, and write files whole or not at all."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from vanilla_transformer.translation.files.text_files import is_model_file
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read a text file's lines without their ends.
+    """Read the lines of a text file, without line ends.
 
     Args:
         path: File in UTF-8, or a pipe, which is read once.
@@ -36,16 +36,16 @@ def check_output_file(path: Path, taken: Sequence[Path] = (), model: str | None 
     """Refuse a file that `write_lines` could not write, before there is work to lose.
 
     Args:
-        path: File to write; what it holds is left as it is.
+        path: File to write; it is not changed here.
         taken: Files that must not be overwritten.
-        model: The model that is read, whose own files must not be overwritten either.
+        model: Model whose files must not be overwritten either.
 
     Raises:
         UserError: The path is a folder, nothing can be written there, or it is one of `taken` or of the model's files.
     """
     try:
         real = path.resolve()
-    # The latter for links that lead to each other, before Python 3.13.
+    # RuntimeError: links that form a circle, before Python 3.13.
     except (OSError, RuntimeError) as error:
         raise UserError(f"{path} cannot be written ({error}); name another file for the output.") from error
     if real in [other.resolve() for other in taken]:
@@ -57,7 +57,7 @@ def check_output_file(path: Path, taken: Sequence[Path] = (), model: str | None 
     folder = real.parent
     if not folder.is_dir():
         raise UserError(f"{path} cannot be written: its folder does not exist; make it first.")
-    # A file is replaced by a new one of its folder.
+    # Replacing a file needs write access to its folder too.
     needed = [path, folder] if path.is_file() else [path if path.exists() else folder]
     if not all(os.access(place, os.W_OK) for place in needed):
         raise UserError(f"{path} cannot be written; choose another file or correct its permissions.")

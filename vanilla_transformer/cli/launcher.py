@@ -1,7 +1,7 @@
-"""Starts the processes of a run on this machine, and hands on what they are told and what they answer.
+"""Starts the processes of a run on this machine, passes signals on to them, and returns their exit status.
 
-torchrun and `accelerate launch` end with status 1 whatever the processes' own status was, and kill them 30 seconds
-after a signal. Here a run that saved and stopped ends with 143 or 130, and has the time that saving takes.
+torchrun and `accelerate launch` always exit with status 1 if a process fails, and kill the processes 30 seconds after
+a signal. Here a run that saved and stopped exits with 143 or 130, and saving may take as long as it needs.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.signals import stopping_signals
 
 
-# How long the other processes may go on after one has failed: they may wait for it for ever.
+# How long the other processes may go on after one has failed; they might wait for it for ever.
 GRACE_SECONDS = 60.0
 _WORKER = "import sys; from vanilla_transformer.cli.launcher import work; sys.exit(work(sys.argv[1:]))"
 _PARENT = "VANILLA_TRANSFORMER_LAUNCHER"
@@ -30,21 +30,21 @@ def is_launched() -> bool:
 
 
 def launch(arguments: Sequence[str], num_processes: int) -> int:
-    """Run the command line in several processes, until all have ended.
+    """Run the command line in several processes and wait for all of them.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to all of them; one that comes while they are being started ends those
-    that there are. If one fails, the others are ended. None outlives this process, however it ends: on Linux the
-    kernel sends them SIGTERM when it is killed.
+    SIGINT, SIGTERM and SIGHUP are passed on to all processes. A signal that arrives while they are being started ends
+    those that run already. If one process fails, the others are ended. No process outlives this one: on Linux the
+    kernel sends them SIGTERM even if this process is killed.
 
     Args:
         arguments: Arguments of the command line, the verb first.
         num_processes: Number of processes.
 
     Returns:
-        The status of the first process that ended with another than 0, with 128 + n for one killed by signal n; or 0.
+        The exit status of the first process that failed, 128 + n if signal n killed it; 0 if none failed.
 
     Raises:
-        UserError: The operating system does not start so many processes.
+        UserError: The operating system cannot start that many processes.
     """
     shared = _environment(num_processes)
     workers: list[subprocess.Popen] = []
@@ -55,7 +55,7 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
                 workers.append(_start(arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}))
             if len(workers) == num_processes:
                 return _wait(workers, received)
-            # They would wait for those that are missing.
+            # The started processes would wait for the missing ones.
             status = 128 + received.pop(0)
             _send(workers, signal.SIGTERM)
             _wait(workers, received)
@@ -70,12 +70,12 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
 
 
 def _environment(num_processes: int) -> dict[str, str]:
-    """The variables that all processes have."""
+    """Environment variables that all processes share."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     return {
-        # As torchrun has it, but with all of the cores.
+        # Like torchrun, but all cores are used.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))
         if hasattr(os, "sched_getaffinity")
         else "1",
@@ -89,13 +89,13 @@ def _environment(num_processes: int) -> dict[str, str]:
 
 
 def _start(arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
-    # In a process group of its own, so that a Ctrl-C reaches it once, through this process.
+    # In its own process group, so that Ctrl-C reaches it only through this process.
     return subprocess.Popen([sys.executable, "-c", _WORKER, *arguments], env=environment, process_group=0)
 
 
 @contextmanager
 def _receiving() -> Iterator[list[int]]:
-    """Collect the signals to pass on; a handler that passed them on itself could miss a process that is starting."""
+    """Collect signals to pass on later; a handler that passed them on itself could miss a process that is starting."""
     received: list[int] = []
     previous = {
         number: signal.signal(number, lambda number, _frame: received.append(number)) for number in stopping_signals()
@@ -119,7 +119,7 @@ def is_worker() -> bool:
 
 
 def work(arguments: Sequence[str]) -> int:
-    """Be one of the processes: run the command line, and end with the launcher."""
+    """Run the command line as one of the processes, and end with the launcher."""
     bind_to_launcher()
     from vanilla_transformer.cli import main
 
@@ -132,12 +132,12 @@ def bind_to_launcher() -> None:
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
         if os.getppid() != int(os.environ[_PARENT]):
-            # It has died already.
+            # The launcher died before the call.
             sys.exit(128 + signal.SIGTERM)
 
 
 def _wait(workers: Sequence[subprocess.Popen], received: list[int]) -> int:
-    """Wait for all processes, pass on what is received, and end them all when one has failed."""
+    """Wait for all processes, pass signals on, and end all processes when one has failed."""
     status, deadline = 0, float("inf")
     while None in (returncodes := [worker.poll() for worker in workers]):
         while received:

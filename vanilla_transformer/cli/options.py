@@ -1,7 +1,8 @@
-"""A verb's options: one dataclass, filled from a recipe and from flags; flags win, and unknown names are errors."""
+"""The options of a verb: a dataclass filled from a recipe and from flags. Flags win; unknown names are errors."""
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -16,10 +17,12 @@ from vanilla_transformer.errors import UserError
 Options = TypeVar("Options")
 
 _TOO_LARGE = 1 << 31
+# A name in backticks that stands alone: neither code such as `model.eval()`, nor a part of a path.
+_QUOTED_NAME = re.compile(r"(?<![^\s(])`(\w+)`(?![\w/`])")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports mistakes in one sentence, without the usage text that would hide it."""
+    """Reports mistakes in one sentence, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help.")
@@ -42,8 +45,8 @@ def parse(
         The options.
 
     Raises:
-        UserError: An option is unknown, misspelt, lacks its value or has one of the wrong type, or a number that is
-            larger than anything can be counted here.
+        UserError: An option is unknown, or missing, or its value is missing, of the wrong type, or an integer of
+            2 ** 31 or more.
     """
     if isinstance(options, Mapping):
         word, chosen = _choose(options, argv, prog=prog, summary=summary)
@@ -59,12 +62,12 @@ def parse(
             help="YAML file of options, or a shipped recipe: " + ", ".join(recipes()) + ".",
         )
     for item in fields(options):
-        _add_argument(parser, item, hints[item.name])
+        _add_argument(parser, item, hints[item.name], name_flags(item.metadata["help"], options))
     known, unknown = parser.parse_known_args(list(argv))
     if unknown:
         flags = [action for group in parser._actions for action in group.option_strings]
         raise UserError(_unknown(unknown[0].split("=")[0], flags, f"an option of `{prog}`"))
-    # argparse would ask for these before it names a misspelt one.
+    # argparse would report these before a misspelt option, which is often their cause.
     missing = [f"--{item.name}" for item in fields(options) if _is_required(item) and not hasattr(known, item.name)]
     if missing:
         raise UserError(f"{' and '.join(missing)} must be given; see {prog} --help.")
@@ -73,7 +76,7 @@ def parse(
     if recipe is not None:
         values = {**read_recipe(recipe, options), **values}
     for name, value in values.items():
-        # Beyond it, libraries overflow or abort. A seed counts nothing.
+        # Libraries overflow or abort on larger integers, except for seeds.
         if name != "seed" and isinstance(value, int) and value >= _TOO_LARGE:
             raise UserError(f"--{name} is {value}; it must be below 2 ** 31.")
     return options(**values)
@@ -101,6 +104,26 @@ def _choose(
     return word, kinds[word]
 
 
+def name_flags(text: str, options: type) -> str:
+    """Name a verb's options as its user types them.
+
+    Messages and help texts of the library quote its arguments in backticks, as in `num_beams`. What else they quote
+    stays as it is: other code, and names that are no option of this verb.
+
+    Args:
+        text: A message, or a help text.
+        options: Dataclass of the verb's options.
+
+    Returns:
+        The text, with `--num_beams` instead, and in capitals what has no flag.
+    """
+    names = {
+        item.name: item.name.upper() if item.metadata.get("positional") else f"--{item.name}"
+        for item in fields(options)
+    }
+    return _QUOTED_NAME.sub(lambda match: names.get(match[1], match[0]), text)
+
+
 def recipes() -> list[str]:
     """Names of the shipped recipes."""
     folder = resources.files("vanilla_transformer") / "recipes"
@@ -118,7 +141,7 @@ def read_recipe(name: str, options: type) -> dict[str, Any]:
         Options by name, of the types that the dataclass declares.
 
     Raises:
-        UserError: There is no such file, it is not a YAML mapping, or a name or value in it is not an option's.
+        UserError: The file does not exist, is not a YAML mapping, or holds an unknown option or an invalid value.
     """
     import yaml
 
@@ -137,7 +160,7 @@ def read_recipe(name: str, options: type) -> dict[str, Any]:
             ) from error
     try:
         values = yaml.safe_load(text)
-    # The latter of dates that do not exist, of numbers of too many digits, and of too many brackets.
+    # ValueError: impossible dates, integers of too many digits. RecursionError: too many nested brackets.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid YAML ({' '.join(str(error).split())}); correct it.") from error
     if not isinstance(values, dict):
@@ -156,10 +179,10 @@ def _unknown(given: str, known: Iterable[str], what: str) -> str:
     return f"{given} is not {what}{hint}"
 
 
-def _add_argument(parser: argparse.ArgumentParser, item: Field, hint: Any) -> None:
+def _add_argument(parser: argparse.ArgumentParser, item: Field, hint: Any, text: str) -> None:
     kind, optional = _strip_none(hint)
-    text = _describe(item, optional)
-    # Absent flags leave no trace, so that they do not overrule a recipe.
+    text = _describe(item, optional, text)
+    # Flags that are not given set nothing, so that the recipe's values stay.
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if kind is bool:
         parser.add_argument(f"--{item.name}", action="store_true", **common)
@@ -191,8 +214,8 @@ def _is_required(item: Field) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def _describe(item: Field, optional: bool) -> str:
-    text = item.metadata["help"] + (" Required." if _is_required(item) else "")
+def _describe(item: Field, optional: bool, text: str) -> str:
+    text += " Required." if _is_required(item) else ""
     shown = (
         item.default is not MISSING and item.default not in (None, ()) and item.default is not False and not optional
     )
@@ -219,7 +242,7 @@ def _from_yaml(name: str, value: Any, hint: Any) -> Any:
             raise UserError(f"{name} is {value!r}; it must be a list of {1 + len(rest)} values.")
         return tuple(_from_yaml(name, part, element) for part in values)
     if get_origin(kind) is Literal:
-        # YAML reads a bare `no` as false.
+        # YAML reads an unquoted no as false.
         value = {False: "no", True: "yes"}.get(value, value) if isinstance(value, bool) else value
         if value not in get_args(kind):
             raise UserError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}.")
@@ -232,7 +255,7 @@ def _from_yaml(name: str, value: Any, hint: Any) -> Any:
         Path: isinstance(value, str),
     }
     if kind is float and isinstance(value, (str, int)) and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-9, without a point, as text; and a whole number may be too large.
+        # YAML 1.1 reads 1e-9, which has no point, as text; and an integer may be too large for a float.
         try:
             return float(value)
         except (ValueError, OverflowError) as error:

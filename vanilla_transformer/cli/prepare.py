@@ -9,7 +9,7 @@ OPTIONS = TrainingOptions
 
 
 def run(options: TrainingOptions) -> int:
-    """Leave vocabulary and encoded text in the cache folder, where `train` with the same options finds them."""
+    """Write the vocabulary and the encoded text to the cache folder, where `train` finds them."""
     options.check()
     check_texts(options)
     cache_dir = options.cache_dir or options.output_dir / "cache"
@@ -22,7 +22,7 @@ def run(options: TrainingOptions) -> int:
 
     data = prepare(options, cache_dir, show_progress=True)
     for name, corpus in (("training", data.train), ("validation", data.valid)):
-        # Of a stream nothing is kept.
+        # A stream is not stored.
         if corpus is not None and corpus.report["pairs_read"] is not None:
             dropped = corpus.report["summary"] or "dropped none"
             print(f"{name}: kept {len(corpus):,} of {corpus.report['pairs_read']:,} pairs; {dropped}")

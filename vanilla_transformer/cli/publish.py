@@ -15,19 +15,20 @@ class PublishOptions:
     """Options of `publish`."""
 
     folder: Path = option(..., "Folder of a run, a checkpoint or another model.", positional=True)
-    repo: str = option(..., "Repository, user/name or organisation/name; made if it does not exist.")
-    private: bool = option(False, "Make the repository private; one that exists must be.")
-    revision: str | None = option(None, "Branch to publish on; made if it does not exist. Default: main.")
+    repo: str = option(..., "Repository, user/name or organisation/name, made if it does not exist.")
+    private: bool = option(False, "Make the repository private. A repository that exists must be private already.")
+    revision: str | None = option(None, "Branch to publish on, made if it does not exist. Default: main.")
     tag: str | None = option(None, "Tag for the commit, such as v1.0.")
     facts: Path | None = option(
-        None, "JSON file of facts for the card that the run does not know; default: facts.json in FOLDER, if there."
+        None,
+        "JSON file with facts for the card that the run does not record. Default: facts.json in FOLDER, if any.",
     )
     evaluations: tuple[Path, ...] = option(
-        (), "Scores for the card, files of `evaluate --output`; default: evaluation.json in FOLDER, if there."
+        (), "Files of scores for the card, written by evaluate. Default: evaluation.json in FOLDER, if any."
     )
-    license: str | None = option(None, "Licence of the model as the Hub names it, such as apache-2.0.")
-    message: str = option("Publish the model", "First line of the commit's message.")
-    dry_run: bool = option(False, "Print the files and the card, and publish nothing.")
+    license: str | None = option(None, "Licence of the model, by its name on the Hub, such as apache-2.0.")
+    message: str = option("Publish the model", "First line of the commit message.")
+    dry_run: bool = option(False, "Print the files and the card without publishing.")
 
 
 OPTIONS = PublishOptions
@@ -44,7 +45,7 @@ def run(options: PublishOptions) -> int:
     start()
     folder = options.folder
     try:
-        # A run that goes on must not delete its checkpoint meanwhile.
+        # A run that is still training must not delete its checkpoint meanwhile.
         with reading(folder) if (folder / MANIFEST).exists() else nullcontext():
             return _publish(options)
     except FileNotFoundError as error:
@@ -73,7 +74,7 @@ def _publish(options: PublishOptions) -> int:
     bundle = make_bundle(
         options.folder,
         options.repo,
-        # A tag stays what the card tells to load, whatever the branch becomes.
+        # The card names the tag if there is one, because a branch moves on.
         revision=options.tag or options.revision,
         told=told,
         evaluations=options.evaluations,

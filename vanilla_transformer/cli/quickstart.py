@@ -14,8 +14,8 @@ from .options import read_recipe
 class QuickstartOptions:
     """Options of `quickstart`."""
 
-    output_dir: Path = option(Path("vanilla-transformer-quickstart"), "Folder of the run and its model.")
-    seed: int = option(1, "Seed of initial weights, batch order and dropout.")
+    output_dir: Path = option(Path("vanilla-transformer-quickstart"), "Folder for the run and its model.")
+    seed: int = option(1, "Seed for the initial weights, the order of batches and dropout.")
     resume: bool = option(False, "Continue an interrupted quickstart in OUTPUT_DIR.")
 
 
@@ -23,7 +23,7 @@ OPTIONS = QuickstartOptions
 
 
 def run(options: QuickstartOptions) -> int:
-    """Run, and print what was reached and how to go on."""
+    """Train and evaluate on the sample; print the scores and how to use the model."""
     training = TrainingOptions(**read_recipe("quickstart", TrainingOptions))
     training = replace(training, output_dir=options.output_dir, seed=options.seed, resume=options.resume)
     check_output_dir(training, ("evaluation.json", "translations.de"))
@@ -41,7 +41,7 @@ def run(options: QuickstartOptions) -> int:
             file=sys.stderr,
         )
         return 128 + result.interrupted_by
-    print(f"\nTranslations of sentences that were not trained on ({folder}/translations.de has them all):\n")
+    print(f"\nTranslations of sentences that the model was not trained on ({folder}/translations.de has them all):\n")
     for source, reference, translation in result.examples:
         print(f"  English    {source}\n  reference  {reference}\n  model      {translation}\n")
     print(

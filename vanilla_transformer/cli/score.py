@@ -13,9 +13,11 @@ from .files import read_lines
 class ScoreOptions:
     """Options of `score`."""
 
-    translations: Path = option(..., "File of translations, one a line.")
-    references: Path = option(..., "File of references, one a line.")
-    tokenize: str = option("13a", "sacreBLEU's tokenisation: 13a, none (text tokenised before), intl, char, zh, ...")
+    translations: Path = option(..., "File of translations, one per line.")
+    references: Path = option(..., "File of references, one per line.")
+    tokenize: str = option(
+        "13a", "Tokenisation of sacreBLEU: 13a, none (for text that is tokenised already), intl, char, zh, ..."
+    )
     lowercase: bool = option(False, "Ignore case.")
 
 

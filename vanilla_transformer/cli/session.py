@@ -1,10 +1,10 @@
-"""What a verb does before it works with models: registration, huge pages, and quiet libraries."""
+"""Set-up of a verb that works with models: registration, huge pages, quiet libraries."""
 
 from vanilla_transformer.training.cpu.memory import prefer_huge_pages
 
 
 def start() -> None:
-    """Register the package's classes, prefer huge pages, and silence the libraries' own progress bars and notes."""
+    """Register the package's classes, prefer huge pages, and silence the libraries' progress bars and messages."""
     prefer_huge_pages()
     from datasets.utils.logging import disable_progress_bar
     from huggingface_hub.utils import logging as hub_logging

@@ -1,14 +1,14 @@
-"""Standard error that falls silent when it can no longer be written, instead of ending the work that it tells of."""
+"""Standard error that drops its text once it cannot be written any more, so that the work goes on."""
 
 import os
 from typing import Any, TextIO
 
 
 class StandardError:
-    """A stream for commentary: a terminal that was closed, or a pipe whose reader has left, is no error of a run.
+    """A stream for messages: a closed terminal, or a pipe without a reader, must not end a run.
 
     Args:
-        stream: The stream to write to; what is not defined here is its own.
+        stream: The stream to write to; attributes that are not defined here are taken from it.
     """
 
     def __init__(self, stream: TextIO):
@@ -33,7 +33,7 @@ class StandardError:
             self._fall_silent()
 
     def _fall_silent(self) -> None:
-        # What is in the buffer would be an error again, at the latest when the interpreter ends.
+        # The text in the buffer would raise again, at the latest when the interpreter exits.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

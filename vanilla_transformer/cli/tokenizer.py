@@ -20,10 +20,10 @@ from vanilla_transformer.training.preparation.output_folder import (
 class TokenizerOptions:
     """Options of `tokenizer`."""
 
-    files: tuple[Path, ...] = option((), "Text files of both languages, one sentence a line.", positional=True)
+    files: tuple[Path, ...] = option((), "Text files of both languages, one sentence per line.", positional=True)
     output_dir: Path = option(Path("tokenizer"), "Folder to write.")
-    vocab_size: int = option(37000, "Entries of the vocabulary, special tokens and 256 bytes included.")
-    min_frequency: int = option(2, "How often two tokens must be neighbours to be merged.")
+    vocab_size: int = option(37000, "Size of the vocabulary, including the special tokens and the 256 bytes.")
+    min_frequency: int = option(2, "Merge two tokens only if they are neighbours at least this often.")
 
 
 OPTIONS = TokenizerOptions
@@ -57,7 +57,7 @@ def run(options: TokenizerOptions) -> int:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a file that cannot be read, or is empty; a pipe is left to be read, once."""
+    """Refuse a file that is empty or cannot be read; a pipe is not opened, since it can be read only once."""
     try:
         found = path.stat()
         if stat.S_ISREG(found.st_mode):
@@ -80,4 +80,4 @@ def _lines(files: tuple[Path, ...]) -> Iterator[str]:
                 has_text = has_text or not line.isspace()
                 yield line
     if not has_text:
-        raise UserError(f"{', '.join(map(str, files))} hold nothing but white space; give text.")
+        raise UserError(f"{', '.join(map(str, files))} hold only white space; give text.")

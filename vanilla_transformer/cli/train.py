@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 OPTIONS = TrainingOptions
-# Translations that samples.jsonl keeps of each validation.
+# Number of translations that samples.jsonl records at each validation.
 NUM_SAMPLES = 5
-# How long a run that was stopped waits for its last checkpoint to be published.
+# How long a stopped run waits until its last checkpoint is published.
 STOP_SECONDS = 60.0
 
 
 def run(options: TrainingOptions) -> int:
-    """Train, or with `--dry_run` estimate."""
+    """Train; with `dry_run`, only estimate the run."""
     options.check()
     check_texts(options)
     if options.num_processes > 1 and not options.dry_run:
@@ -76,7 +76,7 @@ def _show_summary(folder: Path) -> None:
 
 
 def _send_last(push: "BackgroundPush") -> None:
-    """Have the last checkpoint of a run that is over without a result published, if that does not take long."""
+    """Publish the last checkpoint of a run that ended without a result; give up after `STOP_SECONDS`."""
     try:
         push.finish(None, STOP_SECONDS)
     except UserError as error:
@@ -84,7 +84,7 @@ def _send_last(push: "BackgroundPush") -> None:
 
 
 def _push(options: TrainingOptions) -> "BackgroundPush | None":
-    """What publishes the run, on its main process."""
+    """The background publisher of the run, on its main process only."""
     if options.push_to_hub is None:
         return None
     from vanilla_transformer.publishing.background import BackgroundPush
@@ -102,7 +102,7 @@ def _push(options: TrainingOptions) -> "BackgroundPush | None":
 
 
 def _launch(options: TrainingOptions) -> int:
-    """Train in several processes that have the same options."""
+    """Train in several processes with the same options."""
     import tempfile
     from dataclasses import replace
 
@@ -110,7 +110,7 @@ def _launch(options: TrainingOptions) -> int:
 
     if is_launched():
         raise UserError(
-            f"--num_processes is {options.num_processes}, but another launcher has started this process; leave it to "
+            f"--num_processes is {options.num_processes}, but another launcher has started this process; use only "
             "one of the two."
         )
     with tempfile.TemporaryDirectory() as folder:
@@ -120,9 +120,9 @@ def _launch(options: TrainingOptions) -> int:
 
 
 def _sample_bleu(options: TrainingOptions):
-    """BLEU on evenly spaced validation sentences, and some of them, for the engine to call at each validation."""
+    """The function that the engine calls at each validation: BLEU on evenly spaced sentences, and some samples."""
     _, text = open_texts(options)
-    # Sentences in several target languages have no one tag to be translated with.
+    # The translator works with one target language at a time.
     if text is None or options.language_column is not None or options.valid_bleu_sentences == 0:
         return None
     from vanilla_transformer.data.corpora import Rejections
@@ -131,13 +131,13 @@ def _sample_bleu(options: TrainingOptions):
 
     pairs = [(source, target) for _, source, target in text.pairs(Rejections("drop"))]
     if not pairs:
-        # The engine names what is wrong with the text.
+        # The engine reports what is wrong with the text.
         return None
     step = max(1, len(pairs) // options.valid_bleu_sentences)
     sources, references = zip(*pairs[::step][: options.valid_bleu_sentences], strict=True)
 
     def evaluation(model, tokenizer):
-        # Greedy: the curve is to be looked at often, and costs a tenth of a beam search.
+        # Greedy search costs a tenth of beam search, and the curve needs many validations.
         translator = Translator(model, tokenizer, num_beams=1, tokens_per_batch=options.tokens_per_batch)
         scores, translations = evaluate_model(translator, sources, references)
         texts = [

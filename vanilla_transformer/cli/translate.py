@@ -15,6 +15,7 @@ from vanilla_transformer.translation.files.text_files import InputFile, check_pa
 from vanilla_transformer.translation.options import check_at_least
 
 from .files import check_output_file, write_lines
+from .options import name_flags
 from .translator import TranslatorOptions, load_translator
 
 
@@ -26,28 +27,37 @@ if TYPE_CHECKING:
 class TranslateOptions(TranslatorOptions):
     """Options of `translate`."""
 
-    texts: tuple[str, ...] = option((), "Texts to translate; without any, --input or standard input.", positional=True)
-    input: Path | None = option(None, "File of texts, one a line.")
-    output: Path | None = option(None, "File to write; default: standard output.")
+    texts: tuple[str, ...] = option(
+        (), "Texts to translate. Default: read them from `input`, or from standard input.", positional=True
+    )
+    input: Path | None = option(None, "File of texts, one per line.")
+    output: Path | None = option(None, "File to write. Default: standard output.")
     resume: bool = option(
         False,
-        "Go on with the translation of --input to --output where it was interrupted; a complete one is made anew.",
+        "Continue an interrupted translation of `input` to `output`; a complete one is made again.",
     )
     format: LayoutName | None = option(
-        None, "Lines of the input: text, tsv or jsonl; default: by the name of --input, else text."
+        None, "Format of input lines: text, tsv or jsonl. Default: by the file name of `input`, else text."
     )
     output_format: LayoutName | None = option(
-        None, "Lines of the output; default: by the name of --output, else as the input. tsv to tsv adds columns."
+        None,
+        "Format of output lines; tsv to tsv adds columns. Default: by the file name of `output`, else as the input.",
     )
-    column: int = option(1, "Column of the text in tab-separated lines, from 1.")
-    key: str = option("source", "Name of the text in JSON lines.")
-    num_hypotheses: int = option(1, "Number of translations of each text; more than 1 come with their scores.")
-    scores: bool = option(False, "Write the score behind each translation.")
-    sample: bool = option(False, "Draw tokens by their probability instead of searching for the best.")
-    temperature: float | None = option(None, "Divides logits before drawing; default: 1.")
-    top_k: int | None = option(None, "Draw among so many best tokens; default: all.")
-    top_p: float | None = option(None, "Draw among the best tokens of this probability together; default: 1.")
-    seed: int = option(0, "Decides what is drawn.")
+    column: int = option(1, "Column of the text in tab-separated lines, counted from 1.")
+    key: str = option("source", "Key of the text in JSON Lines.")
+    num_hypotheses: int = option(
+        1, "Number of translations of each text; more than one are written with their scores."
+    )
+    scores: bool = option(False, "Write the score after each translation.")
+    sample: bool = option(
+        False, "Sample tokens from their distribution instead of searching for the best translation."
+    )
+    temperature: float | None = option(None, "Divide the logits by this before sampling. Default: 1.")
+    top_k: int | None = option(None, "Sample from this number of most probable tokens. Default: all.")
+    top_p: float | None = option(
+        None, "Sample from the most probable tokens that together have this probability. Default: 1."
+    )
+    seed: int = option(0, "Seed for sampling.")
 
 
 OPTIONS = TranslateOptions
@@ -68,7 +78,7 @@ def run(options: TranslateOptions) -> int:
             )  # fmt: skip
         except KeyboardInterrupt:
             partial, _ = partial_files(options.output)
-            print(f"{partial} keeps what is done; --resume goes on with it.", file=sys.stderr)
+            print(f"{partial} keeps the translations so far; continue with --resume.", file=sys.stderr)
             raise
     elif source is not None:
         _write(_translated(translator, source.lines(), layout, show_progress=True), options.output)
@@ -84,7 +94,7 @@ def run(options: TranslateOptions) -> int:
 
 
 def _check(options: TranslateOptions) -> Layout:
-    """Refuse what does not fit together, and return what lines look like."""
+    """Refuse options that do not fit together; return the layout of the lines."""
     if options.texts and options.input is not None:
         raise UserError("Texts and --input were both given; give one of them.")
     for text in options.texts:
@@ -106,7 +116,7 @@ def _check(options: TranslateOptions) -> Layout:
     target = options.output_format or (source if options.output is None else layout_of(options.output))
     return Layout(
         source=source,
-        # The name of the output says nothing where it has no suffix of a layout.
+        # A file name without a suffix of a layout decides nothing.
         target=source if target == "text" and options.output_format is None else target,
         column=options.column,
         key=options.key,
@@ -137,19 +147,19 @@ def _translated(
 
 
 def _answers(translator: "Translator", lines: Iterable[str], layout: Layout) -> Iterator[str]:
-    """Lines of output for lines that are typed; what is refused is told, and the next line follows."""
+    """Output lines for typed lines; a line that is refused is reported, and the next one follows."""
     for number, line in enumerate(lines):
         try:
             text = layout.text_of(line, f"Line {number + 1:,}")
             (found,) = translator.translate_window([text], start=number, with_scores=layout.alternatives)
         except UserError as error:
-            print(error, file=sys.stderr)
+            print(name_flags(str(error), TranslateOptions), file=sys.stderr)
         else:
             yield layout.line_of(line, found)
 
 
 def _prompted(lines: Iterator[str]) -> Iterator[str]:
-    print("One text a line; Ctrl-D ends.", file=sys.stderr)
+    print("One text per line; Ctrl-D ends.", file=sys.stderr)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = next(lines, None)

@@ -1,4 +1,4 @@
-"""What `translate` and `evaluate` share: options that name a model and its search, and the translator they make."""
+"""What `translate` and `evaluate` share: options for model and search, and the translator built from them."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
@@ -25,35 +25,42 @@ class TranslatorOptions:
 
     model: str = option(..., "Model folder, or name on the Hub.")
     trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model; only for sources that you trust. Default: never."
+        False, "Run the Python code that comes with the model; only for sources that you trust."
     )
-    device: str | None = option(None, "Where to run, such as cpu or cuda:1; default: a GPU if there is one.")
+    device: str | None = option(None, "Device to run on, such as cpu or cuda:1. Default: a GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Floating-point type of the weights; auto: as they were saved."
+        "auto", "Floating-point type of the weights; auto is the type they were saved in."
     )
-    quantization: Quantization | None = option(None, "Round the weights; default: not at all.")
+    quantization: Quantization | None = option(None, "Quantise the weights. Default: no quantisation.")
     target_language: str | None = option(
         None,
-        "Language to translate to, for models with a tag for each; default: the one that the model was saved with.",
+        "Language to translate to, for models with language tags. Default: the one saved with the model.",
     )
     num_beams: int | None = option(
-        None, "Beam size, 1 for greedy search; default: the model's generation configuration."
+        None, "Beam size; 1 is greedy search. Default: from the model's generation configuration."
     )
     length_penalty: float | None = option(
-        None, "Power of the length penalty ((5 + length) / 6) that divides scores; default: likewise, else 0.6."
+        None,
+        "Power of the length penalty (5 + length) / 6, which divides scores. Default: likewise, else 0.6.",
     )
     rules: SearchRules | None = option(
-        None, 'The paper\'s beam search, or that of transformers, generate(early_stopping="never"); default: paper.'
+        None, 'The beam search of the paper, or of transformers: generate(early_stopping="never"). Default: paper.'
     )
-    extra_length: int | None = option(None, "Largest number of tokens beyond the source's; default: 50.")
-    min_length: int | None = option(None, "Smallest number of tokens; default: 0.")
+    extra_length: int | None = option(
+        None, "A translation may have this many tokens more than its source. Default: 50."
+    )
+    min_length: int | None = option(None, "Smallest number of tokens of a translation. Default: 0.")
     long_texts: LongTexts = option(
-        "split", "Texts longer than the model was trained for: split at ends of sentences, refuse or translate whole."
+        "split",
+        "What to do with texts of more than `max_source_tokens`: split them at ends of sentences, refuse them, or "
+        "translate them as they are.",
     )
-    max_source_tokens: int | None = option(None, "How long that is; default: as saved with the model.")
-    tokens_per_batch: int = option(4096, "Largest padded number of source tokens of a batch.")
+    max_source_tokens: int | None = option(
+        None, "Number of tokens up to which a text is translated as a whole. Default: saved with the model."
+    )
+    tokens_per_batch: int = option(4096, "Largest number of source tokens in a batch, padding included.")
     workers: int | None = option(
-        None, "Batches that are translated at once, each on one core; default: a core for each, and one on a GPU."
+        None, "Number of batches translated at the same time, each on one core. Default: all cores; 1 on a GPU."
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches within a budget of tokens, of similar lengths or random: one plan, whatever the number of processes."""
+"""Planners of batches within a token budget; their plan does not depend on the number of processes."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from vanilla_transformer.errors import UserError
 
 
-# Pairs whose sort keys are made at once: what a plan needs beside its own arrays.
+# Number of pairs whose sort keys are made at once; bounds the memory of planning.
 _BLOCK = 1 << 16
 
 
@@ -27,17 +27,17 @@ class Update:
     num_target_tokens: int
 
     def share_of(self, process: int, num_processes: int) -> list[tuple[int, np.ndarray]]:
-        """The batches that a process works on, each with its number within the step; possibly none."""
+        """The batches of one process, each with its number within the step; the list may be empty."""
         return [(i, batch) for i, batch in enumerate(self.batches) if i % num_processes == process]
 
 
 class Batches(Sequence[np.ndarray]):
-    """Batches as views of one array of pair numbers: 4 bytes a pair and 16 a batch.
+    """Batches, as views of one array of pair numbers: 4 bytes per pair and 16 per batch.
 
     Args:
         pairs: Pair numbers, batch after batch [num_pairs].
-        offsets: Where each batch begins in `pairs`, and the end of the last [num_batches + 1].
-        order: Numbers of the batches in the order in which they come.
+        offsets: Start of each batch in `pairs`, and the end of the last batch [num_batches + 1].
+        order: Numbers of the batches, in the order of training.
     """
 
     def __init__(self, pairs: np.ndarray, offsets: np.ndarray, order: np.ndarray):
@@ -56,7 +56,7 @@ class Batches(Sequence[np.ndarray]):
 
 
 class Updates(Sequence[Update]):
-    """The optimiser steps that batches make, each put together when it is asked for.
+    """Optimiser steps, each made of consecutive batches when it is indexed.
 
     Args:
         batches: Batches in order.
@@ -81,22 +81,22 @@ class Updates(Sequence[Update]):
 
 
 class TokenBatches:
-    """The batches of every epoch, a function of the lengths, the budget, the seed and the epoch alone.
+    """Plans batches of similar lengths. The plan of an epoch depends only on lengths, budget, seed and epoch.
 
-    A batch of B pairs holds B times its longest source, and B times its longest target, at most `tokens_per_batch`
-    tokens each, padding included; the paper's updates have approximately 25,000 on each side (§5.1). Pairs are sorted
-    by length with ties in random order, cut into batches, and the batches are shuffled.
+    On either side, B pairs times the longest length of the batch is at most `tokens_per_batch`, which thus includes
+    padding; the paper's updates have approximately 25,000 tokens on each side (§5.1). Pairs are sorted by length, with
+    ties in random order, and cut into batches; then the batches are shuffled.
 
     Args:
         source_lengths: Number of tokens of each source [num_pairs].
         target_lengths: Number of tokens of each target [num_pairs].
-        tokens_per_batch: Largest padded number of tokens on either side of a batch.
+        tokens_per_batch: Largest number of tokens on either side of a batch, padding included.
         batches_per_update: Number of batches in one optimiser step; the last step of an epoch may have fewer.
         seed: Seed of the shuffling.
-        shuffle: Whether batches come in random order; otherwise from short to long.
+        shuffle: Whether batches come in random order; otherwise they come from short to long.
 
     Raises:
-        UserError: A pair is longer than a batch may be.
+        UserError: A pair has more than `tokens_per_batch` tokens on one side.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class TokenBatches:
         longest = int(max(source_lengths.max(), target_lengths.max()))
         if longest > tokens_per_batch:
             raise UserError(
-                f"--tokens_per_batch is {tokens_per_batch}, but a pair has {longest} tokens on one side; raise it, or "
-                "lower --max_length."
+                f"`tokens_per_batch` is {tokens_per_batch}, but a pair has {longest} tokens on one side; raise it, or "
+                "lower `max_length`."
             )
 
     def batches(self, epoch: int) -> Batches:
@@ -140,7 +140,7 @@ class TokenBatches:
         return Updates(self.batches(epoch), self.batches_per_update, self.target_lengths)
 
     def parts(self, batch: np.ndarray) -> list[np.ndarray]:
-        """What of a batch is padded together."""
+        """The parts of a batch that are padded separately, as pair numbers."""
         return [batch]
 
     def tokens(self, batch: np.ndarray) -> int:
@@ -148,7 +148,7 @@ class TokenBatches:
         return sum(int(lengths[batch].sum()) for lengths in (self.source_lengths, self.target_lengths))
 
     def padded_tokens(self, batch: np.ndarray) -> int:
-        """Number of tokens of a batch, both sides together, with its padding."""
+        """Number of tokens of a batch, both sides together, padding included."""
         return sum(
             int(lengths[part].max()) * len(part)
             for part in self.parts(batch)
@@ -156,7 +156,7 @@ class TokenBatches:
         )
 
     def fill_rate(self, batches: Iterable[np.ndarray]) -> float:
-        """Share of the tokens of these batches that are not padding, both sides together, 0 to 1."""
+        """Share of non-padding tokens in these batches, both sides together, 0 to 1."""
         real = padded = 0
         for batch in batches:
             real += self.tokens(batch)
@@ -166,7 +166,7 @@ class TokenBatches:
     def _sort(self, pairs: np.ndarray) -> None:
         """Sort pairs by target and source length in place; pairs of equal lengths keep their order."""
         # One integer holds target length, source length and position, so that sorting in place is stable and needs
-        # 8 bytes a pair: `lexsort` takes three times as much.
+        # 8 bytes per pair; `lexsort` needs three times as much.
         keys = np.empty(len(pairs), dtype=np.uint64)
         position_bits = max(1, (len(pairs) - 1).bit_length())
         length_bits = (64 - position_bits) // 2
@@ -174,20 +174,20 @@ class TokenBatches:
         for block in blocks:
             source = self.source_lengths[pairs[block]].astype(np.int64)
             target = self.target_lengths[pairs[block]].astype(np.int64)
-            # Within one target length the source lengths rise, within the next they fall, so that neighbours stay
-            # alike on both sides.
+            # Source lengths rise within one target length and fall within the next, so that neighbours have similar
+            # lengths on both sides.
             source = np.where(target % 2 == 0, source, (1 << length_bits) - 1 - source)
             position = np.arange(block.start, block.start + len(source))
             keys[block] = (((target << length_bits) | source) << position_bits) | position
         keys.sort()
         keys &= np.uint64((1 << position_bits) - 1)
-        # Positions become pair numbers inside the keys, since `pairs` is still read.
+        # Look up pair numbers into `keys` first, because `pairs` is read by position until the end.
         for block in blocks:
             keys[block] = pairs[keys[block].astype(np.int64)]
         pairs[:] = keys
 
     def _cut(self, pairs: np.ndarray) -> np.ndarray:
-        """Cut sorted pairs into the longest runs that the budget allows; return where they begin, and the end."""
+        """Cut sorted pairs into the longest runs within the budget; return their starts, and the end."""
         offsets, start = array("q", [0]), 0
         while start < len(pairs):
             window = pairs[start : start + self.tokens_per_batch // self._widths(pairs[start])]
@@ -201,23 +201,24 @@ class TokenBatches:
 
 
 class RandomBatches(TokenBatches):
-    """Batches of random pairs, which have so many tokens each without padding.
+    """Plans batches of random pairs, with at most `tokens_per_batch` tokens on either side, padding excluded.
 
-    Every batch has the lengths of the whole text. The gradient of a batch of like lengths is that of such sentences
-    alone, and an update of one or a few such batches learns less (`scripts/benchmarks/batching.py` measures it).
+    Each batch then represents all lengths of the text. The gradient of a batch of similar lengths comes from such
+    sentences only, and an update of one or a few such batches learns less (measured by
+    `scripts/benchmarks/batching.py`).
     """
 
     def parts(self, batch: np.ndarray) -> list[np.ndarray]:
-        """Pairs of like lengths, a fifth of the batch together."""
+        """Parts of similar lengths, each with about a fifth of the tokens of a batch."""
         lengths = self.source_lengths[batch], self.target_lengths[batch]
         budget = max(self.tokens_per_batch // 5, int(max(lengths[0].max(), lengths[1].max())))
         return [batch[part] for part in TokenBatches(*lengths, tokens_per_batch=budget, shuffle=False).batches(0)]
 
     def _sort(self, pairs: np.ndarray) -> None:
-        """Leave pairs in their random order."""
+        """Keep the random order."""
 
     def _cut(self, pairs: np.ndarray) -> np.ndarray:
-        """Cut pairs into the longest runs that the budget allows on both sides, as above."""
+        """Cut pairs into the longest runs within the budget on both sides; return their starts, and the end."""
         done = [lengths[pairs].cumsum(dtype=np.int64) for lengths in (self.source_lengths, self.target_lengths)]
         offsets, start = array("q", [0]), 0
         while start < len(pairs):

@@ -1,4 +1,4 @@
-"""BPE-dropout (Provilkov et al., 2020) with seeded chance: that of `tokenizers` draws from a source without seed."""
+"""BPE-dropout (Provilkov et al., 2020) with a seed, which the dropout of `tokenizers` lacks."""
 
 import json
 import shutil
@@ -14,18 +14,18 @@ from .cached_folders import write_whole
 from .encoding import PAIRS_SCHEMA, EncodedCorpus, new_pairs_file
 
 
-# Above the rank of any merge; shifted by 32 bits it still fits into 64.
+# Larger than the rank of any merge, and still within 64 bits after a shift by 32.
 _NEVER = np.int64(1) << 30
 
 
 class MergeTable:
-    """The merges of a byte-pair vocabulary as arrays, to segment many words at once.
+    """The merges of a byte-pair vocabulary, as arrays that segment many words at once.
 
     Args:
         tokenizer: Tokenizer with a byte-pair vocabulary.
 
     Raises:
-        UserError: Its vocabulary is another, or has tokens that merges of single symbols do not reach.
+        UserError: The vocabulary is not plain byte-pair encoding, or lacks a symbol that one of its tokens contains.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -33,7 +33,7 @@ class MergeTable:
         changes = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
         if model["type"] != "BPE" or any(model.get(name) for name in changes):
             raise UserError(
-                "--bpe_dropout was given with a vocabulary that is not plain byte-pair encoding; leave it out, or "
+                "`bpe_dropout` was given with a vocabulary that is not plain byte-pair encoding; leave it out, or "
                 "train a vocabulary."
             )
         vocabulary: dict[str, int] = model["vocab"]
@@ -41,11 +41,11 @@ class MergeTable:
         self._size = np.int64(max(max(vocabulary.values()) + 1, len(tokenizer)))
         keys = np.array([vocabulary[left] * self._size + vocabulary[right] for left, right in merges], dtype=np.int64)
         order = np.argsort(keys)
-        # A guard behind the last, so that a search always ends on an entry.
+        # A sentinel, so that a search always ends on an entry.
         self._keys = np.append(keys[order], np.iinfo(np.int64).max)
         self._ranks = np.append(order, _NEVER).astype(np.int64)
         self._merged = np.array([vocabulary[left + right] for left, right in merges], dtype=np.int32)
-        # Special tokens and tags stand for themselves.
+        # Special tokens and language tags are not split.
         symbols = [[index] for index in range(self._size)]
         specials = set(tokenizer.get_added_vocab())
         for token, index in vocabulary.items():
@@ -54,20 +54,20 @@ class MergeTable:
         self._symbols = np.fromiter((symbol for row in symbols for symbol in row), dtype=np.int32)
         if (self._symbols < 0).any():
             raise UserError(
-                "--bpe_dropout was given with a vocabulary that lacks single symbols of its tokens; leave it out, or "
+                "`bpe_dropout` was given with a vocabulary that lacks single symbols of its tokens; leave it out, or "
                 "train a vocabulary."
             )
         self._num_symbols = np.fromiter((len(row) for row in symbols), dtype=np.int64, count=len(symbols))
         self._first_symbol = np.cumsum(self._num_symbols) - self._num_symbols
 
     def split(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Take tokens apart.
+        """Split tokens into symbols.
 
         Args:
             ids: Token ids [N].
 
         Returns:
-            Ids of the single symbols that they consist of, and the number of symbols of each token [N].
+            Ids of the symbols they consist of, and the number of symbols of each token [N].
         """
         counts = self._num_symbols[ids]
         before = np.cumsum(counts) - counts
@@ -77,25 +77,25 @@ class MergeTable:
     def merge(
         self, symbols: np.ndarray, words: np.ndarray, dropout: float, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Merge the symbols of words; at each step each possible merge is left out by chance.
+        """Merge the symbols of words; at each step, each possible merge is dropped with probability `dropout`.
 
-        The most frequent of the merges that remain, the one farthest to the left if it occurs repeatedly, is made in
-        each word, until none remains (Provilkov et al., 2020, algorithm 1). Without dropout it is the segmentation of
-        `tokenizers`.
+        Each step makes, in every word, the remaining merge of the lowest rank, the leftmost one if it occurs several
+        times. A word is done when no merge remains (Provilkov et al., 2020, algorithm 1). Without dropout, the result
+        is the segmentation of `tokenizers`.
 
         Args:
             symbols: Ids of single symbols [N].
-            words: Number of the word of each symbol, rising [N].
-            dropout: Probability with which a merge is left out, 0 to 1.
-            generator: Source of chance.
+            words: Number of the word of each symbol, non-decreasing [N].
+            dropout: Probability of dropping a merge, 0 to 1.
+            generator: Random number generator.
 
         Returns:
             Token ids [M], and the number of the word of each [M].
         """
         symbols = symbols.copy()
         kept = np.ones(len(symbols), dtype=bool)
-        # What is still being merged: current tokens, their places among all symbols, their words, and the rank of
-        # each one's merge with its successor.
+        # The unfinished words: current tokens, their positions among all symbols, their words, and the rank of the
+        # merge of each token with the next one.
         tokens, places, active = symbols.copy(), np.arange(len(symbols)), words
         ranks = self._rank(tokens, active, np.arange(len(tokens)))
         while len(tokens):
@@ -108,7 +108,7 @@ class MergeTable:
             left = best[can_merge] & 0xFFFFFFFF
             tokens[left] = symbols[places[left]] = self._merged[ranks[left]]
             kept[places[left + 1]] = False
-            # Words in which nothing can be merged any more are finished.
+            # Words without a remaining merge are finished.
             stays = np.repeat(can_merge, np.diff(starts, append=len(tokens)))
             stays[left + 1] = False
             left = (np.cumsum(stays) - 1)[left]
@@ -118,7 +118,7 @@ class MergeTable:
         return symbols[kept], words[kept]
 
     def _rank(self, tokens: np.ndarray, words: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Ranks of the merges of tokens with their successors in the same word."""
+        """Ranks of the merges of tokens with the next token of the same word; `_NEVER` if there is none."""
         following = np.minimum(indices + 1, len(tokens) - 1)
         keys = tokens[indices] * self._size + tokens[following]
         found = np.searchsorted(self._keys, keys)
@@ -129,12 +129,13 @@ class MergeTable:
 def drop_merges(
     table: MergeTable, values: np.ndarray, dropout: float, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Segment text anew.
+    """Segment text again, with dropout.
 
     Args:
         table: Merges of the vocabulary.
-        values: Ids of a segmentation without dropout; those that begin a word as their complements (`~id`) [N].
-        dropout: Probability with which a merge is left out.
+        values: Token ids of the segmentation without dropout; an id that begins a word is complemented (`~id`) [N].
+        dropout: Probability of dropping a merge, 0 to 1.
+        generator: Random number generator.
         generator: Source of chance.
 
     Returns:
@@ -149,7 +150,7 @@ def drop_merges(
 
 
 class DropoutCorpus:
-    """A corpus that is segmented anew for each epoch, on disk, as a function of the seed and the epoch alone.
+    """A corpus that is segmented again for each epoch, on disk. The result depends only on text, seed and epoch.
 
     A side that would be longer than `max_length` keeps its segmentation without dropout, so that every epoch has the
     same pairs.
@@ -157,9 +158,9 @@ class DropoutCorpus:
     Args:
         base: Corpus whose words are marked, as `encode` makes it with `mark_words`.
         table: Merges of its vocabulary.
-        folder: Folder that keeps the current epoch's ids.
-        dropout: Probability with which a merge is left out.
-        seed: Seed of the chance.
+        folder: Folder for the token ids of the current epoch.
+        dropout: Probability of dropping a merge.
+        seed: Seed of the random numbers.
         max_length: Largest number of tokens of a side.
 
     Attributes:
@@ -198,10 +199,10 @@ class DropoutCorpus:
         return self._epoch.rows(indices)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Segment the text for an epoch, and delete what older epochs left.
+        """Segment the text for an epoch, and delete the ids of older epochs.
 
         Args:
-            epoch: Number of the epoch, from 0 on.
+            epoch: Number of the epoch, from 0.
         """
         folder = self._folder / str(epoch)
         write_whole(folder, lambda partial: self._write(epoch, partial))

@@ -1,6 +1,6 @@
-"""Folders of the cache: whole or absent, compared with their digests before they are used again.
+"""Folders of the cache: written whole or not at all, and verified by digests before they are reused.
 
-What killed writers left of one is cleared away.
+Unfinished folders of killed processes are deleted.
 """
 
 import errno

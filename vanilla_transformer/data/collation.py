@@ -1,4 +1,4 @@
-"""Padding and packing: id arrays of unequal length to the tensors that training takes."""
+"""Padding and packing: turns id arrays of different lengths into the tensors for training."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def collate(
 
     Returns:
         `input_ids` [B, S], `attention_mask` [B, S], `decoder_input_ids` [B, T] and `labels` [B, T], whose padding is
-        -100. Decoder inputs need no mask: padding stands behind every position that has a loss.
+        -100. Decoder inputs need no mask: their padding comes after every position that has a loss.
     """
     input_ids, attention_mask = pad(sources, pad_token_id)
     labels, _ = pad(targets, -100)
@@ -39,7 +39,7 @@ def collate(
 def pack(
     sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], *, decoder_start_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Put the sentences of a batch one behind the other, without padding, and shift the targets.
+    """Concatenate the sentences of a batch into a padding-free (packed) batch, and shift the targets.
 
     Args:
         sources: B arrays of source ids, each ending with `</s>`.
@@ -47,8 +47,8 @@ def pack(
         decoder_start_token_id: Id that decoder inputs begin with.
 
     Returns:
-        `input_ids` [1, S], `decoder_input_ids` and `labels` [1, T], and the number of each sentence's first token and
-        of all tokens: `source_starts` and `target_starts` [B + 1].
+        `input_ids` [1, S], `decoder_input_ids` and `labels` [1, T]; `source_starts` and `target_starts` [B + 1]: the
+        index of the first token of each sentence, and at the end the number of tokens.
     """
     labels = np.concatenate(targets).astype(np.int64)
     target_starts = _starts(targets)
@@ -69,7 +69,7 @@ def _starts(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def pad(rows: Sequence[np.ndarray], value: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad rows on the right to their longest; return them [B, L] and the mask [B, L] that is 1 on what they hold."""
+    """Pad rows on the right to the longest; return ids [B, L] and a mask [B, L] that is 1 except on padding."""
     lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
     mask = np.arange(lengths.max()) < lengths[:, None]
     padded = np.full(mask.shape, value, dtype=np.int64)

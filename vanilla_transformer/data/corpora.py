@@ -25,10 +25,10 @@ _COMPARED_PAIRS = 2000
 
 @dataclass(slots=True)
 class Rejections:
-    """Pairs that cannot be used: refused with an error, or dropped, counted and shown by example.
+    """Collects unusable pairs: refuses them with an error, or counts them with an example for each reason.
 
     Args:
-        policy: `refuse` raises at the first such pair; `drop` leaves it out.
+        policy: `refuse` raises at the first unusable pair; `drop` leaves such pairs out.
     """
 
     policy: Literal["drop", "refuse"] = "drop"
@@ -39,19 +39,19 @@ class Rejections:
         """Record a pair.
 
         Args:
-            reason: What is wrong, the same words for every such pair.
+            reason: What is wrong, in the same words for every pair with this fault.
             place: File and line, and what was found there.
 
         Raises:
             UserError: The policy is to refuse.
         """
         if self.policy == "refuse":
-            raise UserError(f"{place}: {reason}; correct the line, or drop such pairs with --invalid_pairs drop.")
+            raise UserError(f'{place}: {reason}; correct the line, or drop such pairs with `invalid_pairs` "drop".')
         self.counts[reason] += 1
         self.examples.setdefault(reason, place)
 
     def summary(self) -> str:
-        """One clause a reason: how many pairs were dropped, why, and where the first of them stands."""
+        """One clause per reason: the number of dropped pairs, the reason, and the place of the first one."""
         return "; ".join(
             f"dropped {count:,}: {reason} (first: {self.examples[reason]})"
             for reason, count in self.counts.most_common()
@@ -62,10 +62,10 @@ class Pair(NamedTuple):
     """A sentence pair.
 
     Args:
-        number: Line, record or unit that it stands in, from 1 on.
+        number: Number of its line, record or unit, from 1.
         source: Source text.
         target: Target text.
-        language: Code of the target's language, if the text has one for each pair.
+        language: Code of the target language, if the text gives it for each pair.
     """
 
     number: int
@@ -75,12 +75,12 @@ class Pair(NamedTuple):
 
 
 class PairSource(ABC):
-    """Sentence pairs, read one at a time from wherever they are kept.
+    """A source of sentence pairs, read one at a time.
 
     Attributes:
         names: Names of the files, or of the data set.
-        files: The files, if there are any.
-        unit: What a pair is called in messages: a line, a record.
+        files: The files; empty for a data set.
+        unit: Word for one entry in messages, such as line or record.
     """
 
     names: tuple[str, ...]
@@ -89,10 +89,10 @@ class PairSource(ABC):
 
     @abstractmethod
     def check_lines(self) -> int | None:
-        """Count the pairs, usable or not, and refuse text that cannot be read.
+        """Count all pairs, including unusable ones, and refuse text that cannot be read.
 
         Returns:
-            The number of pairs; `None` if only reading all of a stream would tell.
+            The number of pairs; `None` for a stream, whose length is unknown.
 
         Raises:
             UserError: There is none, or the text is damaged.
@@ -100,22 +100,22 @@ class PairSource(ABC):
 
     @abstractmethod
     def digests(self) -> Iterator[bytes]:
-        """Digests of the content, which tell one text from another."""
+        """Digests of the content."""
 
     @property
     @abstractmethod
     def layout(self) -> object:
-        """The options that decide what is read from the content, as JSON holds them."""
+        """The options that decide which parts of the content are read, in JSON values."""
 
     @abstractmethod
     def read(self, rejections: Rejections) -> Iterator[Pair]:
-        """Read the pairs as they stand there, empty sides included; what is no pair goes to `rejections`."""
+        """Read the pairs without cleaning them, including empty sides; entries that are no pair go to `rejections`."""
 
     def tagged_pairs(self, rejections: Rejections) -> Iterator[Pair]:
-        """Read the pairs one at a time, with the target's language.
+        """Read the pairs one at a time, with the target language.
 
         Args:
-            rejections: Receives what is no pair, not UTF-8 or has an empty side.
+            rejections: Receives entries that are no pair, are not UTF-8 or have an empty side.
 
         Returns:
             Pairs without surrounding white space.
@@ -143,7 +143,7 @@ class PairSource(ABC):
             rejections: As for `tagged_pairs`.
 
         Returns:
-            Number from 1 on, source and target, without surrounding white space.
+            Number from 1, source and target, without surrounding white space.
 
         Raises:
             UserError: As for `tagged_pairs`.
@@ -151,7 +151,7 @@ class PairSource(ABC):
         return (pair[:3] for pair in self.tagged_pairs(rejections))
 
     def place(self, number: int) -> str:
-        """Name line `number`, as error messages do."""
+        """The name of entry `number` in messages."""
         return f"{self}, {self.unit} {number:,}"
 
     def __str__(self) -> str:
@@ -182,10 +182,10 @@ class FileSource(PairSource):
                 mode = path.stat().st_mode
                 if stat.S_ISDIR(mode):
                     raise UserError(f"{path} is a folder; give a text file.")
-                # To open a pipe may wait for its writer for ever.
+                # Opening a pipe may wait for its writer for ever.
                 if not stat.S_ISREG(mode):
                     raise UserError(
-                        f"{path} is a pipe or a device, which can be read only once, and this text is read several "
+                        f"{path} is a pipe or a device, which can be read only once, but this text is read several "
                         "times; write it to a file first, which may be compressed (.gz)."
                     )
                 path.open("rb").close()
@@ -197,9 +197,9 @@ class FileSource(PairSource):
                 raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
 
     def check_lines(self) -> int:
-        """Count the lines, as `PairSource.check_lines` says; files that stand side by side must have equally many.
+        """Count the lines, as `PairSource.check_lines`; parallel files must have the same number of lines.
 
-        Unchanged files are read once only, however often they are counted.
+        The count of unchanged files is cached.
         """
         files = tuple(self.files)
         statuses = [path.stat() for path in files]
@@ -207,7 +207,7 @@ class FileSource(PairSource):
 
     @staticmethod
     def count(files: tuple[Path, ...]) -> int:
-        """Read files to count their lines, as `check_lines` says."""
+        """Count the lines of files without the cache of `check_lines`."""
         counts = [_count_lines(path) for path in files]
         for path, count in zip(files, counts, strict=True):
             if count == 0:
@@ -226,9 +226,9 @@ class ParallelText(FileSource):
 
     Args:
         files: Source file and target file, or a single tab-separated file.
-        columns: Numbers, from 1 on, of the source's and the target's column; for a tab-separated file only. `None`
-            means that it has exactly two columns, source first.
-        language_column: Number of the column with the code of the target's language, beside `columns`.
+        columns: Numbers of the columns of source and target, from 1; only for a tab-separated file. `None` means
+            that the file has exactly two columns, source first.
+        language_column: Number of the column with the code of the target language; needs `columns`.
 
     Raises:
         UserError: A file is missing, a folder, a pipe or unreadable, or the arguments contradict each other.
@@ -245,15 +245,15 @@ class ParallelText(FileSource):
                 "tab-separated file."
             )
         if self.columns is not None and len(self.files) == 2:
-            raise UserError("--tsv_columns was given with two files; it applies to one tab-separated file.")
+            raise UserError("`tsv_columns` was given with two files; it applies to one tab-separated file.")
         if self.columns is not None and (min(self.columns) < 1 or self.columns[0] == self.columns[1]):
             raise UserError(
-                f"--tsv_columns is {self.columns[0]} {self.columns[1]}; give two different column numbers from 1 on."
+                f"`tsv_columns` is {self.columns[0]} {self.columns[1]}; give two different column numbers from 1 on."
             )
         if self.language_column is not None and (self.columns is None or self.language_column in (0, *self.columns)):
             raise UserError(
-                f"--language_column is {self.language_column}; in a tab-separated file it is the number of a third "
-                "column, from 1 on, beside two --tsv_columns."
+                f"`language_column` is {self.language_column}; in a tab-separated file it is the number of a third "
+                "column, from 1 on, beside two `tsv_columns`."
             )
         self.check_files()
 
@@ -263,7 +263,7 @@ class ParallelText(FileSource):
         return self.columns if self.language_column is None else [self.columns, self.language_column]
 
     def read(self, rejections: Rejections) -> Iterator[Pair]:
-        """Read the lines as they stand there."""
+        """Read the lines without cleaning them."""
         with open_file(self.files[0]) as first, open_file(self.files[-1]) as second:
             lines = zip(first, second, strict=True) if len(self.files) == 2 else ((line,) for line in first)
             for number, raw in enumerate(lines, start=1):
@@ -289,7 +289,7 @@ class ParallelText(FileSource):
             if len(cells) == 2:
                 return cells[0], cells[1]
             rejections.add(
-                "a tab-separated line must have two columns (choose two of more with --tsv_columns)",
+                "a tab-separated line must have two columns (choose two of more with `tsv_columns`)",
                 f"{self.place(number)} with {len(cells)} columns",
             )
             return None
@@ -297,37 +297,37 @@ class ParallelText(FileSource):
         if len(cells) >= max(wanted):
             return tuple(cells[column - 1].strip() for column in wanted)
         rejections.add(
-            "a tab-separated line lacks a column that --tsv_columns names",
+            "a tab-separated line lacks a column that `tsv_columns` names",
             f"{self.place(number)} with {len(cells)} columns",
         )
         return None
 
 
 def check_language_order(train: PairSource, valid: PairSource) -> None:
-    """Refuse training and validation text whose languages stand in opposite order.
+    """Refuse training and validation text whose languages are in opposite order.
 
-    Compares the words of the first pairs: the training source must look more like the validation source than like the
-    validation target. Text of which this cannot be said (the same language on both sides, say) passes.
+    The words of each side are compared: the text is refused if each training side resembles the opposite validation
+    side clearly more than its own. Text that cannot be decided, such as one language on both sides, passes.
 
     Args:
         train: Training pairs.
         valid: Validation pairs.
 
     Raises:
-        UserError: Each side of one looks like the other side of the other.
+        UserError: Each training side resembles the opposite validation side.
     """
     train_sides, valid_sides = (_word_frequencies(text) for text in (train, valid))
     straight = [_overlap(train_sides[side], valid_sides[side]) for side in (0, 1)]
     crossed = [_overlap(train_sides[side], valid_sides[1 - side]) for side in (0, 1)]
     if all(cross > 1.5 * same for cross, same in zip(crossed, straight, strict=True)):
         raise UserError(
-            f"The languages of {train} and {valid} stand in opposite order: the source side of the one looks like the "
-            "target side of the other; exchange the files (or the --tsv_columns) of one of them."
+            f"The languages of {train} and {valid} are in opposite order: the source side of each looks like the "
+            "target side of the other; exchange the files (or the `tsv_columns`) of one of them."
         )
 
 
 def check_language_suffixes(text: PairSource, source_language: str | None, target_language: str | None) -> None:
-    """Refuse files whose names contradict the languages that were declared.
+    """Refuse files whose names contradict the declared languages.
 
     Args:
         text: Pairs in two files, whose names may end in a language's code (`train.de`).
@@ -362,7 +362,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
         The content, a mebibyte at a time.
 
     Raises:
-        UserError: It is not compressed, or damaged, though its name ends in `.gz`.
+        UserError: Its name ends in `.gz`, but it is damaged or not compressed.
     """
     try:
         with open_file(path) as file:
@@ -380,7 +380,7 @@ def _count(
 
 
 def _count_lines(path: Path) -> int:
-    """Number of lines; a last line without an end counts. What is recognised as another encoding is refused."""
+    """Number of lines, including a last line without a line end; text in another encoding is refused."""
     count, last = 0, b"\n"
     for number, block in enumerate(read_blocks(path)):
         if number == 0:

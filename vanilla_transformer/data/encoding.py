@@ -1,4 +1,4 @@
-"""Text to token ids, once, in an Arrow file that is memory-mapped afterwards."""
+"""Encodes text as token ids, once, into an Arrow file that is memory-mapped afterwards."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ from .cached_folders import write_whole
 from .corpora import Pair, PairSource, Rejections
 
 
-# Raised when what an encoded folder holds changes, so that older folders are made anew.
+# Increased when the content of encoded folders changes, so that older folders are not reused.
 FORMAT_VERSION = 1
 
-# Pairs that are tokenised at once.
+# Number of pairs to tokenise at once.
 _BLOCK = 2000
 
 PAIRS_SCHEMA = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int32()), "labels": pyarrow.list_(pyarrow.int32())})
@@ -37,7 +37,7 @@ class EncodedCorpus:
         folder: Folder that `encode` made.
 
     Attributes:
-        fingerprint: Digest of the text, the vocabulary and the options that it was made from.
+        fingerprint: Digest of its text, vocabulary and options.
         report: Counts of pairs read, kept and dropped, with reasons.
     """
 
@@ -50,7 +50,7 @@ class EncodedCorpus:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    # Read when they are asked for: text from which every epoch is segmented anew never is.
+    # Computed on first use, since `DropoutCorpus` never needs the lengths of its base corpus.
     @cached_property
     def source_lengths(self) -> np.ndarray:
         """Number of tokens of each source, `</s>` included, int32 [num_pairs]."""
@@ -58,11 +58,11 @@ class EncodedCorpus:
 
     @cached_property
     def target_lengths(self) -> np.ndarray:
-        """Number of tokens of each target, likewise."""
+        """Number of tokens of each target, `</s>` included, int32 [num_pairs]."""
         return self._lengths("labels")
 
     def begin_epoch(self, epoch: int) -> None:
-        """Every epoch has the same ids."""
+        """Do nothing: every epoch has the same ids."""
 
     def rows(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Read pairs.
@@ -77,7 +77,7 @@ class EncodedCorpus:
         return tuple(_split(table.column(name)) for name in ("input_ids", "labels"))
 
     def _lengths(self, column: str) -> np.ndarray:
-        # Chunk by chunk: to join the chunks' results would take their memory twice.
+        # Chunk by chunk, because joining the results would need their memory twice.
         lengths, start = np.empty(len(self), dtype=np.int32), 0
         for chunk in self.dataset.data.column(column).chunks:
             lengths[start : start + len(chunk)] = pyarrow.compute.list_value_length(chunk)
@@ -97,25 +97,25 @@ def encode(
     mark_words: bool = False,
     show_progress: bool = False,
 ) -> EncodedCorpus:
-    """Turn text into ids, or open what an earlier call with the same text, vocabulary and options left.
+    """Encode text as ids, or open the result of an earlier call with the same text, vocabulary and options.
 
     Args:
         text: Sentence pairs.
         tokenizer: Turns both sides into ids and appends `</s>`.
-        cache_dir: Folder that holds one folder for each encoded corpus.
+        cache_dir: Folder with one folder per encoded corpus.
         max_length: Largest number of tokens of a side, `</s>` and tag included; longer pairs are invalid.
         invalid_pairs: `drop` or `refuse`, for pairs that are too long, empty, not UTF-8 or lack columns.
-        language_tags: Whether each source begins with the vocabulary's tag for the target's language (Johnson et al.,
+        language_tags: Whether each source begins with the vocabulary's tag for the target language (Johnson et al.,
             2017).
-        target_language: Language of targets of which the text does not say it.
-        mark_words: Whether ids that begin a word are written as complements (`~id`), as `DropoutCorpus` needs it.
+        target_language: Target language of pairs for which the text gives none.
+        mark_words: Whether ids that begin a word are complemented (`~id`), which `DropoutCorpus` needs.
         show_progress: Whether to draw a progress bar.
 
     Returns:
         The corpus, with at least one pair.
 
     Raises:
-        UserError: Files of unequal length, an invalid pair that is refused, or no pair left.
+        UserError: Files differ in length, an invalid pair is refused, or no pair is left.
     """
     num_lines = text.check_lines()
     encoder = PairEncoder(
@@ -143,7 +143,7 @@ def encode(
         }
         if kept == 0:
             raise nothing_usable(text, pairs_read, rejections)
-        # Bytes of a file's name that are not UTF-8 stay escaped.
+        # Bytes of file names that are not UTF-8 are escaped.
         content = json.dumps(report, indent=2, ensure_ascii=False)
         (partial / "report.json").write_text(content, encoding="utf-8", errors="backslashreplace")
 
@@ -152,7 +152,7 @@ def encode(
 
 
 def nothing_usable(text: PairSource, pairs_read: int, rejections: Rejections) -> UserError:
-    """The error of text of which no pair is left, with the reasons and their counts."""
+    """The error for text without a usable pair, with the reasons and their counts."""
     return UserError(f"None of the {pairs_read:,} {text.unit}s of {text} can be used: {rejections.summary()}.")
 
 
@@ -178,7 +178,7 @@ def fingerprint_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def fingerprint_of_text(text: PairSource, options: Sequence[object]) -> str:
-    """Digest of the content of text, and of options that decide what is made of it."""
+    """Digest of the content of text, and of the options with which it is encoded."""
     digest = hashlib.sha256()
     for content in text.digests():
         digest.update(content)
@@ -192,9 +192,9 @@ class PairEncoder:
     Args:
         tokenizer: Turns both sides into ids and appends `</s>`.
         max_length: Largest number of tokens of a side, `</s>` and tag included.
-        language_tags: Whether each source begins with the vocabulary's tag for the target's language.
-        target_language: Language of targets of which the pair does not say it.
-        mark_words: Whether ids that begin a word are complemented.
+        language_tags: Whether each source begins with the vocabulary's tag for the target language.
+        target_language: Target language of pairs that give none.
+        mark_words: Whether ids that begin a word are complemented (`~id`).
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class PairEncoder:
         self._mark_words = mark_words
 
     def options(self, invalid_pairs: str) -> list[object]:
-        """Everything but the text that decides what is made of it."""
+        """Everything but the text that the ids depend on, in JSON values."""
         options = [FORMAT_VERSION, fingerprint_of_tokenizer(self._tokenizer), self._max_length, invalid_pairs]
         if self._tags is not None:
             options += ["tagged", self._target_language]
@@ -250,7 +250,7 @@ class PairEncoder:
             longest = max(len(source), len(target))
             if longest > self._max_length:
                 rejections.add(
-                    f"a side is longer than --max_length {self._max_length} tokens",
+                    f"a side is longer than `max_length`, {self._max_length} tokens",
                     f"{text.place(pair.number)} with {longest} tokens",
                 )
                 continue
@@ -264,7 +264,7 @@ class PairEncoder:
         if not self._mark_words:
             return encoded["input_ids"]
         return [
-            # Special tokens belong to no word, and are words of their own.
+            # Special tokens belong to no word (`None`); each counts as its own word.
             [
                 ~index if word is None or word != previous else index
                 for index, word, previous in zip(row.ids, row.word_ids, [None, *row.word_ids], strict=False)
@@ -312,12 +312,12 @@ def _split(column: pyarrow.ChunkedArray) -> list[np.ndarray]:
 def iterate_texts(
     text: PairSource, rejections: Rejections | None = None, *, num_pairs: int | None = None
 ) -> Iterator[str]:
-    """Both sides of usable pairs in turn, as the training of a shared vocabulary wants them.
+    """Sources and targets of usable pairs in turn, for the training of a shared vocabulary.
 
     Args:
         text: Sentence pairs.
         rejections: Receives pairs that are not usable; by default they are dropped.
-        num_pairs: How many pairs to take, evenly spaced, of text that has more, or the first of a stream; `None` takes
+        num_pairs: Largest number of pairs to take, evenly spaced, or from the beginning of a stream; `None` takes
             all.
 
     Yields:
@@ -326,7 +326,7 @@ def iterate_texts(
     total = text.check_lines()
     pairs = text.pairs(Rejections() if rejections is None else rejections)
     if total is None:
-        # A stream of unknown length has no even spacing.
+        # Without a known length, pairs cannot be evenly spaced.
         total = num_pairs
         pairs = islice(pairs, num_pairs)
     wanted = total if num_pairs is None else min(num_pairs, total)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PairKeys:
-    """Where a record holds its two sides.
+    """The fields of a record that hold source and target.
 
-    Without `keys`, a record is searched for a field `translation` with one text for each language, for fields named
-    after the languages, and for fields `source` and `target`.
+    Without `keys`, these are tried in order: a field 'translation' with one text per language, fields named after the
+    two languages, and fields 'source' and 'target'.
 
     Args:
-        keys: Names of the source's and the target's field, or `None`.
+        keys: Names of the fields of source and target, or `None`.
         languages: Codes of the source and the target language, or `None`.
         language_key: Name of the field with the code of the target's language, or `None`.
     """
@@ -44,7 +44,7 @@ class PairKeys:
             Source, target and, with a `language_key`, the target's language.
 
         Raises:
-            ValueError: The record lacks a field, or has other than text in it; the message says which.
+            ValueError: A field is missing or holds no text; the message names it.
         """
         if not isinstance(record, Mapping):
             raise ValueError("the record is not an object with named fields")
@@ -57,7 +57,7 @@ class PairKeys:
             return record, self.keys
         if isinstance(record.get("translation"), Mapping):
             if self.languages is None:
-                raise ValueError("a field `translation` needs --source_language and --target_language")
+                raise ValueError("the field 'translation' needs `source_language` and `target_language`")
             return {**record, **record["translation"]}, self.languages
         if self.languages is not None and all(language in record for language in self.languages):
             return record, self.languages
@@ -66,11 +66,11 @@ class PairKeys:
 
 @dataclass(frozen=True)
 class JsonLines(FileSource):
-    """Sentence pairs in a file with one JSON object a line.
+    """Sentence pairs in a file with one JSON object per line.
 
     Args:
         files: The file, alone.
-        fields: Where an object holds its two sides.
+        fields: The fields of source and target.
 
     Raises:
         UserError: The file is missing, a folder, a pipe or unreadable.
@@ -88,7 +88,7 @@ class JsonLines(FileSource):
         return ["json", self.fields.keys, self.fields.languages, self.fields.language_key]
 
     def read(self, rejections: Rejections) -> Iterator[Pair]:
-        """Read the objects as they stand there."""
+        """Read the objects without cleaning their texts."""
         with open_file(self.files[0]) as file:
             for number, line in enumerate(file, start=1):
                 try:
@@ -106,10 +106,10 @@ class DataSet(PairSource):
     Args:
         path: Name or folder.
         split: Name of the split.
-        fields: Where a record holds its two sides.
+        fields: The fields of source and target.
         config: Name of the data set's configuration, or `None`.
         revision: Commit, tag or branch on the Hub, or `None`.
-        streaming: Whether records are read as they are needed, rather than downloaded and kept first.
+        streaming: Whether records are read when they are needed, instead of being downloaded first.
 
     Raises:
         UserError: From all methods, when there is no such data set, configuration or split.
@@ -141,8 +141,8 @@ class DataSet(PairSource):
         return self.open()
 
     def open(self) -> "Dataset | IterableDataset":
-        """Open the split anew, so that what was read of a stream before has no influence on its state."""
-        # Too slow to be imported by a command that reads files.
+        """Open the split again, so that the state of a stream does not depend on earlier reading."""
+        # Slow to import, and not needed for files.
         import datasets
 
         try:
@@ -159,7 +159,8 @@ class DataSet(PairSource):
                     streaming=self.streaming,
                 )
         except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            # Names in backticks are read as our caller's arguments; these are those of `datasets`.
+            reason = " ".join(str(error).split()).replace("`", "'") or type(error).__name__
             raise UserError(
                 f"The data set {self.path} has no readable split {self.split} ({reason}); give the name of a data set "
                 "on the Hub or a folder, and one of its splits."
@@ -177,7 +178,7 @@ class DataSet(PairSource):
         return len(self.records)
 
     def digests(self) -> Iterator[bytes]:
-        """Digest of the pairs, or of the name alone for a stream, which may not end."""
+        """Digest of the pairs; for a stream, which may be endless, only of its name."""
         digest = hashlib.sha256()
         if self.streaming:
             digest.update(json.dumps([self.path, self.split, self.config, self.revision]).encode())
@@ -187,11 +188,11 @@ class DataSet(PairSource):
         yield digest.digest()
 
     def read(self, rejections: Rejections) -> Iterator[Pair]:
-        """Read the records as they stand there."""
+        """Read the records without cleaning their texts."""
         return self._pairs(_rows(self.records), rejections, 1)
 
     def pairs_of(self, rows: Iterable[Mapping], rejections: Rejections, first: int) -> Iterator[Pair]:
-        """Make pairs of records.
+        """Turn records into pairs.
 
         Args:
             rows: Records.
@@ -214,7 +215,7 @@ class DataSet(PairSource):
 
 
 def _rows(records: "Dataset | IterableDataset") -> Iterator[Mapping]:
-    # Blocks of columns are read many times faster than single rows.
+    # Reading blocks of columns is many times faster than reading rows.
     for block in records.iter(batch_size=1000):
         for values in zip(*block.values(), strict=True):
             yield dict(zip(block, values, strict=True))
@@ -233,9 +234,9 @@ def _text(record: Mapping, key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
         found = "lacks" if key not in record else "has no text in"
-        raise ValueError(f"the record {found} the field `{key}` (choose fields with --pair_keys)")
+        raise ValueError(f"the record {found} the field {key!r} (choose fields with `pair_keys`)")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the field `{key}` holds half a surrogate pair") from error
+        raise ValueError(f"the field {key!r} holds half a surrogate pair") from error
     return value

@@ -1,4 +1,4 @@
-"""Text that is too long to be kept: read as a stream, and batched inside a window of pairs."""
+"""Text that is read as a stream, without being stored, and batched inside a window of pairs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from .encoding import PairEncoder, fingerprint_of_text
 from .records import DataSet
 
 
-# Records that are read and tokenised at once.
+# Number of records to read and tokenise at once.
 _BLOCK = 1000
 _FILE = "stream_window.safetensors"
 
 
 class StreamCorpus:
-    """A window of token ids that moves along a stream; the stream begins anew when it ends.
+    """A window of token ids that moves along a stream; at its end, the stream starts again.
 
     Args:
         text: A data set that is streamed.
@@ -33,10 +33,10 @@ class StreamCorpus:
         invalid_pairs: `drop` or `refuse`.
 
     Attributes:
-        fingerprint: Tells one stream, vocabulary and encoding from another.
+        fingerprint: Digest of the stream's name, the vocabulary and the encoding options.
         source_lengths: Number of tokens of each source in the window, int32 [window].
-        target_lengths: Likewise of each target.
-        report: What is known before reading.
+        target_lengths: The same for targets.
+        report: As in `EncodedCorpus`; the counts of a stream are unknown.
     """
 
     def __init__(self, text: DataSet, encoder: PairEncoder, window: int, invalid_pairs: str = "drop"):
@@ -53,7 +53,7 @@ class StreamCorpus:
         self._window = window
         self._rejections = Rejections(invalid_pairs)
         self._sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        # How often the stream has ended, how many of its records were read since, and where it goes on.
+        # Number of completed passes; records read and usable pairs in this pass; state of the stream.
         self._position: dict[str, Any] = {"passes": 0, "records": 0, "usable": 0, "stream": None}
         self._blocks: Iterator[tuple[list[np.ndarray], list[np.ndarray]]] | None = None
 
@@ -62,7 +62,7 @@ class StreamCorpus:
 
     @property
     def passes(self) -> int:
-        """How often the stream has ended."""
+        """Number of times the stream has ended."""
         return self._position["passes"]
 
     def rows(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -70,10 +70,10 @@ class StreamCorpus:
         return tuple([side[index] for index in indices] for side in self._sides)
 
     def move(self, carried: Sequence[int]) -> None:
-        """Fill the window anew.
+        """Fill the window with new pairs.
 
         Args:
-            carried: Numbers of the pairs that stay, and come first.
+            carried: Numbers of the pairs that stay; they come first in the new window.
 
         Raises:
             UserError: The stream holds no usable pair, or it cannot be read.
@@ -81,14 +81,14 @@ class StreamCorpus:
         sides = tuple([side[index] for index in carried] for side in self._sides)
         if self._blocks is None:
             self._blocks = self._read()
-        # Whole blocks: the position of the stream is known between them.
+        # Whole blocks only: the state of the stream is recorded between blocks.
         while len(sides[0]) < self._window:
             for side, rows in zip(sides, next(self._blocks), strict=True):
                 side.extend(rows)
         self._take(sides)
 
     def save(self, folder: Path) -> None:
-        """Write the window, and where the stream goes on behind it, into a checkpoint's folder."""
+        """Write the window, and the position of the stream after it, into a checkpoint's folder."""
         arrays = {}
         for name, side in zip(("source", "target"), self._sides, strict=True):
             arrays[f"{name}_ids"] = np.concatenate(side)
@@ -113,10 +113,10 @@ class StreamCorpus:
         )
 
     def _read(self) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
-        """The ids of the pairs behind the position, a block at a time, without end."""
+        """The ids of the pairs after the position, a block at a time; never ends."""
         position = self._position
         while True:
-            # Copies would share the state of the pass before.
+            # Opened again, since a reused data set would keep the state of the previous pass.
             records = self._text.open()
             if position["stream"] is not None:
                 records.load_state_dict(json.loads(position["stream"]))
@@ -126,7 +126,7 @@ class StreamCorpus:
                 encoded = self._encoder(self._text, pairs, self._rejections) if pairs else ([], [])
                 position["records"] += len(block)
                 position["usable"] += len(encoded[0])
-                # As text, since `datasets` goes on changing it.
+                # Stored as text, because `datasets` changes the state in place.
                 position["stream"] = json.dumps(records.state_dict())
                 yield tuple([np.array(row, dtype=np.int32) for row in side] for side in encoded)
             if position["usable"] == 0:
@@ -135,16 +135,16 @@ class StreamCorpus:
 
 
 class StreamPlan:
-    """The updates of a stream, window after window; a function of stream, window size, budget and seed alone.
+    """The updates of a stream, window after window. They depend only on stream, window size, budget and seed.
 
-    Pairs that are left when a window holds no further whole update stay for the next window.
+    Pairs at the end of a window that do not fill an update are carried into the next window.
 
     Args:
         corpus: The stream's window.
         tokens_per_batch: Largest number of tokens on either side of a batch, as `batching` counts them.
         batches_per_update: Number of batches in one optimiser step.
         seed: Seed of the shuffling.
-        batching: Which pairs a batch has, by the name in `BATCHINGS`.
+        batching: Name of a planner in `BATCHINGS`, which decides which pairs form a batch.
     """
 
     updates_per_epoch = None
@@ -159,31 +159,31 @@ class StreamPlan:
         batching: str = "lengths",
     ):
         self.corpus = corpus
-        self._make_batches = BATCHINGS[batching]
+        self._make_planner = BATCHINGS[batching]
         self._budget = {"tokens_per_batch": tokens_per_batch, "batches_per_update": batches_per_update, "seed": seed}
         self._window = 0
         self._done_before = 0
-        self._plan: TokenBatches | None = None
+        self._planner: TokenBatches | None = None
         self._window_batches: Batches | None = None
         self._updates: Sequence[Update] = ()
 
     @property
     def batches(self) -> TokenBatches:
-        """The batches, by the lengths of the current window."""
+        """The planner of the batches, with the lengths of the current window."""
         self.begin()
-        return self._plan
+        return self._planner
 
     @property
     def fill_rate(self) -> float:
         """Share of the tokens of the current window that are not padding."""
         self.begin()
-        return self._plan.fill_rate(self._window_batches)
+        return self._planner.fill_rate(self._window_batches)
 
     def update(self, done: int) -> Update:
-        """The update that follows.
+        """The next update.
 
         Args:
-            done: Number of updates done, no fewer than before the current window.
+            done: Number of updates done, at least those before the current window.
 
         Returns:
             The update.
@@ -201,11 +201,11 @@ class StreamPlan:
         return self._updates[done - self._done_before]
 
     def passes(self, _: int) -> float:
-        """How often the stream has been read to its end."""
+        """Number of completed passes over the stream."""
         return float(self.corpus.passes)
 
     def state(self) -> dict[str, int]:
-        """Where a resumed run finds the current window, as JSON holds it."""
+        """The position of the current window, in JSON values."""
         return {"window": self._window, "done_before": self._done_before}
 
     def save(self, folder: Path) -> None:
@@ -219,19 +219,19 @@ class StreamPlan:
         self._begin()
 
     def begin(self) -> None:
-        """Fill the first window and plan its updates, where that is not yet done."""
-        if self._plan is None:
+        """Fill the first window and plan its updates if that is not done yet."""
+        if self._planner is None:
             self.corpus.move(())
             self._begin()
 
     def _begin(self) -> None:
-        self._plan = self._make_batches(self.corpus.source_lengths, self.corpus.target_lengths, **self._budget)
-        self._window_batches = self._plan.batches(self._window)
+        self._planner = self._make_planner(self.corpus.source_lengths, self.corpus.target_lengths, **self._budget)
+        self._window_batches = self._planner.batches(self._window)
         per_update = self._budget["batches_per_update"]
         whole = len(self._window_batches) // per_update
         if whole == 0:
             raise UserError(
-                f"--stream_window is {len(self.corpus):,} pairs, which make {len(self._window_batches)} batches; an "
-                f"update takes {per_update}; raise --stream_window, or lower --tokens_per_update."
+                f"`stream_window` is {len(self.corpus):,} pairs, which make {len(self._window_batches)} batches; an "
+                f"update takes {per_update}; raise `stream_window`, or lower `tokens_per_update`."
             )
         self._updates = Updates(self._window_batches, per_update, self.corpus.target_lengths)[:whole]

@@ -14,13 +14,13 @@ from .corpora import FileSource, Pair, Rejections, read_blocks
 from .utf8 import foreign_encoding
 
 
-# The encoding that a file declares in its first line, where that is written in letters of ASCII.
+# The encoding that a file declares in its first line, if that line is in an ASCII-compatible encoding.
 _DECLARATION = re.compile(rb"""(?:\xef\xbb\xbf)?<\?xml[^>]*?\sencoding\s*=\s*["']([^"'>]*)["']""")
-# Those that the parser knows by itself.
+# Encodings that the parser decodes itself.
 _PARSED = ("utf-8", "utf-16", "iso8859-1", "ascii")
-# Elements that hold the text and its language, and do not stand inside their own kind.
+# Elements that must not be nested in an element of the same name.
 _NOT_NESTED = ("tu", "tuv", "seg")
-# Elements inside a segment whose content is another format's mark-up, not text.
+# Elements inside a segment that contain mark-up of another format, not text.
 _CODES = ("bpt", "ept", "it", "ph", "ut")
 
 
@@ -28,7 +28,7 @@ _CODES = ("bpt", "ept", "it", "ph", "ut")
 class TranslationMemory(FileSource):
     """Sentence pairs in the units of a TMX file.
 
-    A language matches another if one is the other's beginning: `en-GB` is `en`, but not `en-US`.
+    Two language codes match if one is the beginning of the other: `en-GB` matches `en`, but not `en-US`.
 
     Args:
         files: The file, alone.
@@ -53,14 +53,14 @@ class TranslationMemory(FileSource):
 
     @staticmethod
     def count(files: tuple[Path]) -> int:
-        """Read the file to count its units; also refuse XML that is not well-formed or unsafe."""
+        """Count the units of the file; refuse XML that is unsafe or not well-formed."""
         count = sum(1 for _ in _units(files[0]))
         if count == 0:
             raise UserError(f"{files[0]} has no <tu>; it must be a TMX file with at least one unit.")
         return count
 
     def read(self, rejections: Rejections) -> Iterator[Pair]:
-        """Read the units as they stand there; of several segments in one language, the first counts."""
+        """Read the units without cleaning them; of several segments in one language, the first is used."""
         for number, segments in enumerate(_units(self.files[0]), start=1):
             sides = []
             for wanted in self.languages:
@@ -89,7 +89,7 @@ class _Reader:
         self.parser.StartElementHandler = self._start
         self.parser.EndElementHandler = self._end
         self.parser.CharacterDataHandler = self._characters
-        # An entity that stands for others a thousandfold fills the memory, and an external one reads other files.
+        # Nested entities can expand until memory is full, and external ones read other files.
         self.parser.EntityDeclHandler = self._refuse_entity
         self.parser.SkippedEntityHandler = self._refuse_entity
 
@@ -131,7 +131,7 @@ class _Reader:
     def _refuse_entity(self, name: str, *_: object) -> None:
         raise UserError(
             f"{self._path}, line {self.parser.CurrentLineNumber:,}: the entity {name} is not one of XML's own five; "
-            "entities can hide text of any size, so replace it by what it stands for."
+            "entities can expand to text of any size, so replace it by its content."
         )
 
 
@@ -152,12 +152,12 @@ def _units(path: Path) -> Iterator[list[tuple[str, str]]]:
     except UserError:
         raise
     except (LookupError, ValueError) as error:
-        # Of a declaration that is itself in UTF-16.
+        # The declaration itself is in UTF-16.
         raise UserError(f"{path} declares an encoding that is unknown ({error}); convert it to UTF-8.") from error
 
 
 def _decoded(path: Path) -> Iterator[bytes | str]:
-    """The blocks of a file: as they are if the parser knows their encoding, else as text."""
+    """The blocks of a file: bytes if the parser knows their encoding, else decoded text."""
     blocks = read_blocks(path)
     first = next(blocks, b"")
     encoding = _encoding_of(path, first)
@@ -189,6 +189,6 @@ def _encoding_of(path: Path, beginning: bytes) -> str | None:
 
 
 def _matches(language: str, wanted: str) -> bool:
-    """Whether the subtags that both codes have are the same."""
+    """Whether two language codes agree in all subtags that both have."""
     pairs = zip(*(code.lower().replace("_", "-").split("-") for code in (language, wanted)), strict=False)
     return all(one == other for one, other in pairs)

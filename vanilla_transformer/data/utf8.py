@@ -1,4 +1,4 @@
-"""Text is UTF-8: how lines are read, and what is said about bytes that are something else; imports nothing heavy."""
+"""Reads lines of UTF-8 and names other encodings in error messages. Nothing heavy is imported here."""
 
 import codecs
 import re
@@ -8,13 +8,13 @@ from contextlib import suppress
 from vanilla_transformer.errors import UserError
 
 
-# How much of a text its encoding is told by.
+# Number of bytes from which the encoding is recognised.
 BEGINNING = 1 << 16
 
 NUL = "the text has a NUL character, as text in UTF-16 has when it is read as UTF-8"
 
 _ENCODING_MARKS = (
-    # That of UTF-32 begins with that of UTF-16.
+    # UTF-32 first, because its mark begins with that of UTF-16.
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
@@ -27,18 +27,18 @@ _ARCHIVE_MARKS = (
     (b"BZh91AY&SY", "bzip2"),
     (b"PK\x03\x04", "zip"),
 )
-# Text of seven bits in which escape sequences change the character set, such as ISO-2022-JP.
+# 7-bit text in which escape sequences switch the character set, such as ISO-2022-JP.
 _ISO_2022 = re.compile(rb"\x1b\$[@AB(]")
 
 
 def foreign_encoding(beginning: bytes) -> str | None:
-    """The encoding that text has instead of UTF-8, as far as its beginning tells it.
+    """Recognise an encoding other than UTF-8 by the beginning of a text.
 
     Args:
         beginning: First bytes of the text.
 
     Returns:
-        Its name, as `iconv` knows it; `None` for what may be UTF-8.
+        The name of the encoding for `iconv`; `None` if the text may be UTF-8.
     """
     for mark, name in _ENCODING_MARKS:
         if beginning.startswith(mark):
@@ -49,7 +49,7 @@ def foreign_encoding(beginning: bytes) -> str | None:
     if sum(zeros) < max(2, len(beginning) // 100):
         return None
     for name in ("UTF-32LE", "UTF-32BE"):
-        # Nothing else passes: no character lies beyond 0x10FFFF.
+        # Other text fails to decode, because no character lies beyond 0x10FFFF.
         with suppress(UnicodeDecodeError):
             beginning[: len(beginning) // 4 * 4].decode(name)
             return name
@@ -60,7 +60,7 @@ def foreign_encoding(beginning: bytes) -> str | None:
 
 
 def check_beginning(name: object, beginning: bytes) -> None:
-    """Refuse what is recognised as something else than text in UTF-8.
+    """Refuse compressed files and text in recognised encodings other than UTF-8.
 
     Args:
         name: Path of the file, or another name of the text.
@@ -83,14 +83,14 @@ def decode_lines(lines: Iterable[bytes], name: object) -> Iterator[str]:
     r"""Read a text line by line.
 
     Args:
-        lines: Its lines with their ends. Only "\n" ends a line, not U+2028 for instance.
+        lines: Its lines with line ends. Only "\n" ends a line; U+2028, for instance, does not.
         name: Path of the file, or another name of the text.
 
     Yields:
-        The lines without their ends, and without the mark with which Windows begins a file.
+        The lines without line ends, and without a byte-order mark at the beginning.
 
     Raises:
-        UserError: A line is not UTF-8, or has a NUL character; what other encoding it is, if that can be told.
+        UserError: A line is not UTF-8, or has a NUL character; the message names the encoding if it is recognised.
     """
     for number, line in enumerate(lines, start=1):
         if number == 1:

@@ -1,4 +1,4 @@
-"""Publishing while a run goes on: in a thread, newest checkpoint first, and never one that is being deleted."""
+"""Publishes the newest checkpoints of a run in a background thread."""
 
 import sys
 import threading
@@ -15,15 +15,15 @@ from .upload import Destination, Hub, UploadError
 
 
 class BackgroundPush:
-    """Publishes a run's checkpoints, one at a time; of those that wait, only the newest.
+    """Publishes the checkpoints of a run, one at a time; if several wait, only the newest.
 
-    A checkpoint is leased from the moment that it is handed over until it is published or passed over, so that
-    rotation leaves it alone. What fails is reported, and the next checkpoint tried; the run goes on in any case.
+    A checkpoint is leased from `offer` until it is published or skipped, so that rotation does not delete it. A
+    failure is reported and the next checkpoint is tried; the run goes on in any case.
 
     Args:
         hub: The Hub.
         destination: Repository and branch.
-        run: Folder of the run; its `facts.json`, if there, holds facts that the run does not know.
+        run: Folder of the run. It may hold a `facts.json` with facts that the run does not record.
     """
 
     def __init__(self, hub: Hub, destination: Destination, run: Path):
@@ -34,12 +34,12 @@ class BackgroundPush:
         self._waiting: tuple[Path, ExitStack] | None = None
         self._is_busy = self._is_over = self._is_prepared = False
         self.failure: str | None = None
-        # A process whose run is over must not wait for ever for a network.
+        # A daemon, so that a finished process never waits for the network.
         self._thread = threading.Thread(target=self._work, name="push-to-hub", daemon=True)
         self._thread.start()
 
     def prepare(self) -> None:
-        """Make the repository; what a token may not do is refused now, a network that is down is reported.
+        """Make the repository; missing rights are an error now, an unreachable Hub is only reported.
 
         Raises:
             UserError: The repository cannot be written, or `facts.json` is wrong.
@@ -49,10 +49,13 @@ class BackgroundPush:
             self._hub.prepare(self._destination, attempts=1)
             self._is_prepared = True
         except UploadError as error:
-            print(f"--push_to_hub: {error} The run starts; its checkpoints will try again.", file=sys.stderr)
+            print(
+                f"Nothing can be published yet: {error} The run starts; its checkpoints will try again.",
+                file=sys.stderr,
+            )
 
     def offer(self, checkpoint: Path) -> None:
-        """Have a checkpoint published soon, and return at once.
+        """Publish a checkpoint in the background, and return at once.
 
         Args:
             checkpoint: Folder of a finished checkpoint.
@@ -66,13 +69,13 @@ class BackgroundPush:
             passed_over[1].close()
 
     def finish(self, result: Path | None, timeout: float | None = None) -> None:
-        """Wait for what is under way, and publish the run's result.
+        """Wait for the upload in progress, and publish the result of the run.
 
-        It comes to an end even if the Hub falls silent: `Hub` gives up waiting for an answer, and trying again.
+        This ends even if the Hub does not answer, because `Hub` limits its waiting and its attempts.
 
         Args:
-            result: Folder of the result; `None` for a run that was stopped, whose last checkpoint counts.
-            timeout: How many seconds to wait for checkpoints; `None` for as long as it takes.
+            result: Folder of the result; `None` for a run that was stopped, whose last checkpoint is published.
+            timeout: Seconds to wait for checkpoints; `None` waits as long as it takes.
 
         Raises:
             UserError: The result, or the last checkpoint, was not published.
@@ -88,7 +91,7 @@ class BackgroundPush:
         if not is_done:
             raise UserError(
                 f"The last checkpoint was not published in {timeout:.0f} seconds; {self._destination.repo} has an "
-                f"earlier one. Continue with --resume, or use `vanilla-transformer publish`."
+                f"earlier one. Continue with `resume`, or use `vanilla-transformer publish`."
             )
         if result is not None:
             try:
@@ -117,7 +120,7 @@ class BackgroundPush:
             except Exception as error:
                 known = isinstance(error, UserError)
                 self.failure = str(error) if known else f"{type(error).__name__}: {error}"
-                print(f"--push_to_hub failed on {checkpoint}: {self.failure} The run goes on.", file=sys.stderr)
+                print(f"Publishing failed on {checkpoint}: {self.failure} The run goes on.", file=sys.stderr)
             finally:
                 with self._changed:
                     self._is_busy = False

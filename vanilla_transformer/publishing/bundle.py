@@ -22,15 +22,15 @@ from .run_facts import find_facts, find_scores, records_until, result_updates
 
 _TRANSLATION = VanillaTransformerForConditionalGeneration.__name__
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-# What tokenizers of transformers save; ours has the first two.
+# Files that tokenizers of transformers save; ours saves the first two.
 _TOKENIZER = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.jinja|.*\.(spm|model)"
 )
-# What belongs to one model, and would be taken for part of the next one that is published in its place.
+# Files of one model that would be mistaken for part of the next model published in the same repository.
 _MODEL_FILES = (WEIGHTS_INDEX, "generation_config.json", "metrics.jsonl", PICTURE)
 _SCORES = "evaluation.json"
-# Whatever else is read in a model's or a run's folder, to be published or to tell of the model.
+# Other files that are read from the folder of a model or a run.
 _READ = (
     "config.json",
     "generation_config.json",
@@ -46,11 +46,11 @@ _UPDATE = re.compile(r"update-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What becomes a commit.
+    """The content of a commit.
 
     Args:
-        files: Contents, or the files that hold them, by their names in the repository.
-        facts: What its card tells.
+        files: Contents, or paths of local files, by name in the repository.
+        facts: The facts on the card.
         folder: Folder of the model.
     """
 
@@ -77,7 +77,7 @@ class Bundle:
             names: Files of the repository.
 
         Returns:
-            Those of them that must go when this model comes: weights in other pieces, for example.
+            Those that must be deleted with this commit, for example weights in other shards.
         """
         return [
             name
@@ -102,15 +102,15 @@ def make_bundle(
         folder: A run's folder, one of its checkpoints, or any folder with a model of this package.
         place: Name of the repository.
         run: Folder of the run; default: `folder`, or the run that the checkpoint `folder` lies in.
-        revision: Branch that the card tells how to load; `None` for the main branch.
-        told: Facts that no file of the run holds; they win over those that are found.
-        evaluations: Files of scores, which win over those that are found or told.
+        revision: Branch or tag that the card's examples load; `None` for the main branch.
+        told: Facts from the user; they win over facts from files.
+        evaluations: Files of scores; they win over scores from other files and from the user.
 
     Returns:
         The files.
 
     Raises:
-        UserError: The folder holds no whole model of this package, or facts are wrong.
+        UserError: The folder holds no complete model of this package, or facts are invalid.
     """
     weights = check_model_folder(folder)
     run = run or run_of(folder)
@@ -142,7 +142,7 @@ def make_bundle(
 
 
 def check_model_folder(folder: Path) -> list[Path]:
-    """Refuse what is not a whole model of this package.
+    """Refuse a folder without a complete model of this package.
 
     Args:
         folder: Folder of a model.
@@ -169,7 +169,7 @@ def check_model_folder(folder: Path) -> list[Path]:
     if architectures != [_TRANSLATION]:
         raise UserError(
             f"{folder} holds a {', '.join(map(str, architectures))}, but the card is that of a translation model; "
-            "publish a head with its own `push_to_hub`."
+            "publish a head with `model.push_to_hub(...)`."
         )
     weights = [path for path in sorted(folder.iterdir()) if _WEIGHTS.fullmatch(path.name)]
     if (folder / WEIGHTS_INDEX).is_file():
@@ -191,7 +191,7 @@ def check_model_folder(folder: Path) -> list[Path]:
     present = {path.name for path in weights}
     names = [*needed, "tokenizer_config.json"]
     path = folder / "tokenizer_config.json"
-    # Without it, ours would load as one of bytes alone.
+    # Without this file, our tokenizer would load with bytes as its only entries.
     if path.is_file() and read_json(path).get("tokenizer_class") == VanillaTransformerTokenizer.__name__:
         names.append("tokenizer.json")
     for name in names:
@@ -201,10 +201,10 @@ def check_model_folder(folder: Path) -> list[Path]:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse files that would be read in a folder, and lie elsewhere: whoever made a link may have meant another file.
+    """Refuse links to files outside a folder, which would publish files that the user may not know of.
 
-    Links inside of the folder are followed, from a checkpoint also those into its run, and those of a download by
-    huggingface_hub, whose files lie in `blobs`.
+    Links inside the folder are followed; so are links from a checkpoint into its run, and links of a huggingface_hub
+    download into its `blobs`.
 
     Args:
         folder: Folder of a model or a run.
@@ -229,7 +229,7 @@ def check_links(folder: Path) -> None:
 
 
 def told_facts(folder: Path) -> dict[str, Any]:
-    """What `facts.json` in a folder tells of its model; nothing if it is not there.
+    """The facts in the `facts.json` of a folder; empty without that file.
 
     Args:
         folder: Folder of a model or a run.
@@ -238,7 +238,7 @@ def told_facts(folder: Path) -> dict[str, Any]:
         The facts.
 
     Raises:
-        UserError: The file holds something else, or is a link that leads out of the folder.
+        UserError: The file holds no JSON object, or is a link to a file outside the folder.
     """
     check_links(folder)
     path = folder / FACTS
@@ -246,7 +246,7 @@ def told_facts(folder: Path) -> dict[str, Any]:
 
 
 def run_of(folder: Path) -> Path | None:
-    """The run that a model comes from: its folder, or that of its checkpoints; `None` if there are no records."""
+    """The run of a model: its own folder, or the folder above `checkpoints`; `None` without records of a run."""
     folder = folder.resolve()
     candidates = [folder, folder.parent.parent] if folder.parent.name == "checkpoints" else [folder]
     needed = ("run.json", "options.yaml")
@@ -254,21 +254,21 @@ def run_of(folder: Path) -> Path | None:
 
 
 def check_private(bundle: Bundle, secrets: dict[str, str]) -> None:
-    """Refuse to publish a text that holds what belongs to this machine alone.
+    """Refuse to publish a text that contains a secret or a path of this machine.
 
     Args:
         bundle: The files.
-        secrets: Words that no text may hold, with what they are.
+        secrets: Strings that no text may contain, each with a description.
 
     Raises:
-        UserError: A text holds one of them.
+        UserError: A text contains one of them.
     """
     for name, content in bundle.files.items():
         if name.endswith(".safetensors") or content in source_files():
             continue
         text = (content.read_bytes() if isinstance(content, Path) else content).decode(errors="replace")
         for word, what in secrets.items():
-            # Any folder's name may be an entry of a vocabulary.
+            # A vocabulary may contain the name of any folder.
             is_word = os.sep in word and name != "tokenizer_config.json" and _TOKENIZER.fullmatch(name)
             if word in text and not is_word:
                 raise UserError(f"{name} would publish {what}; take it out of the file or facts that it comes from.")

@@ -1,4 +1,4 @@
-"""From facts to a model card: Markdown, with the metadata that the Hub reads."""
+"""Renders facts as a model card: Markdown with the metadata that the Hub reads."""
 
 import re
 from functools import cache
@@ -16,15 +16,15 @@ from .facts import Facts
 CARD = "README.md"
 FACTS = "facts.json"
 PICTURE = "learning_curve.svg"
-# Languages are two or three letters there; what follows, as in pt_BR, is no language.
+# The Hub knows languages by two or three letters; a suffix as in pt_BR is left out.
 _LANGUAGE = re.compile(r"([a-z]{2,3})(?:[-_].+)?")
 
 
 def card_files(facts: Facts, place: str, *, revision: str | None = None) -> dict[str, str]:
-    """The facts with what is made of them: the card, and the picture in it.
+    """The facts, the card made from them, and its picture.
 
     Args:
-        facts: What is known.
+        facts: The facts.
         place: As for `render`.
         revision: As for `render`.
 
@@ -44,15 +44,15 @@ def render(facts: Facts, place: str, *, revision: str | None = None) -> str:
     """Write the card.
 
     Args:
-        facts: What is known.
-        place: Name of the repository or folder that the card stands in.
+        facts: The facts.
+        place: Name of the repository, or folder, of the card.
         revision: Branch or tag to load from; `None` for the main branch.
 
     Returns:
         The text of `README.md`.
 
     Raises:
-        UserError: The facts make metadata that huggingface_hub refuses.
+        UserError: huggingface_hub refuses the metadata.
     """
     text = _template().render(
         facts=facts,
@@ -66,7 +66,7 @@ def render(facts: Facts, place: str, *, revision: str | None = None) -> str:
     )
     text = re.sub(r"\n{3,}", "\n\n", text)
     try:
-        # What it cannot read, the Hub cannot either.
+        # The Hub reads cards in the same way.
         ModelCard(text)
     except ValueError as error:
         raise UserError(f"The facts make a card that is not valid ({error}); correct facts.json.") from error
@@ -77,10 +77,10 @@ def metadata_of(facts: Facts) -> ModelCardData:
     """The metadata: languages, licence, task, data and evaluation results.
 
     Args:
-        facts: What is known.
+        facts: The facts.
 
     Returns:
-        Metadata; what is unknown is left out.
+        The metadata, without unknown entries.
     """
     codes = [facts.source_language, *facts.target_languages]
     matches = [_LANGUAGE.fullmatch(code.lower()) for code in codes if code is not None]
@@ -126,7 +126,7 @@ def _results(facts: Facts) -> list[EvalResult]:
             EvalResult(
                 task_type="translation",
                 task_name="Translation",
-                # The Hub asks for a type of every data set, of those that it does not hold, too.
+                # The Hub requires a type for every data set, even for those that it does not host.
                 dataset_type=score.dataset or re.sub(r"[\W_]+", "-", score.test_set.lower()).strip("-") or "test",
                 dataset_name=score.test_set,
                 dataset_split=score.split,

@@ -1,4 +1,4 @@
-"""The learning curve as a picture: SVG, which needs no library and stays sharp."""
+"""Draws the learning curve as SVG, without a plotting library."""
 
 import math
 from html import escape
@@ -8,7 +8,7 @@ from .facts import Curve
 
 _WIDTH, _HEIGHT = 720, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 52
-# Legible on white and, for the words of the legend, apart from each other without colour.
+# The colours are legible on white; dashes tell the lines apart without colour.
 _LINES = (("train", "#4c78a8", "training text, with dropout", "4 3"), ("valid", "#d1495b", "validation text", ""))
 
 
@@ -17,7 +17,7 @@ def draw(curve: Curve, title: str) -> str:
 
     Args:
         curve: At least one point.
-        title: Words above the picture.
+        title: Title of the picture.
 
     Returns:
         The text of an SVG file.
@@ -67,7 +67,7 @@ def draw(curve: Curve, title: str) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, four to nine of them, that enclose a range."""
+    """Four to nine round numbers that enclose a range."""
     extent = (high - low) or 1.0
     step = 10.0 ** math.floor(math.log10(extent / 4))
     for factor in (5, 2.5, 2):

@@ -1,4 +1,4 @@
-"""What is known of a model: measured by its run, or told by whoever publishes it; what is unknown is absent."""
+"""The facts about a model, measured by its run or given by the user; unknown facts are absent."""
 
 import difflib
 import json
@@ -78,7 +78,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestScore:
-    """Scores on a test set, and how they were reached.
+    """Scores on a test set, and how they were computed.
 
     Args:
         test_set: Name of the test set.
@@ -86,18 +86,18 @@ class TestScore:
         split: Its split there.
         num_sentences: Number of its sentences.
         bleu: BLEU, 0 to 100.
-        bleu_signature: What sacreBLEU needs to compute it again.
+        bleu_signature: The settings of sacreBLEU that reproduce it.
         chrf: chrF2, 0 to 100.
         chrf_signature: The same for chrF.
         num_beams: Beam size.
         length_penalty: Length penalty.
-        rules: Whose search it was: `paper` or `transformers`.
+        rules: Rules of the beam search: `paper` or `transformers`.
         seconds: Duration of translating it.
         device: Device that translated it.
         threads: Number of CPU threads that translated it.
     """
 
-    # pytest looks for tests in everything whose name begins so.
+    # Keeps pytest from collecting this class as a test.
     __test__ = False
 
     test_set: str
@@ -118,14 +118,14 @@ class TestScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All that a model card tells.
+    """All facts on a model card.
 
     Args:
         name: Name of the model.
         summary: A sentence about it.
         source_language: Code of the source language.
         target_languages: Codes of the target languages.
-        language_tags: Languages of which a user must name one to translate to; empty if there is no choice.
+        language_tags: Target languages from which a user must choose; empty without a choice.
         license: Licence of the model, as the Hub names it, such as `apache-2.0`.
         parameters: Number of parameters.
         architecture: The configuration's hyper-parameters.
@@ -165,24 +165,24 @@ def read_facts(values: Any, place: object) -> Facts:
     """Check a record of facts.
 
     Args:
-        values: What a `facts.json` holds.
+        values: Content of a `facts.json`.
         place: Where it was read, for messages.
 
     Returns:
         The facts.
 
     Raises:
-        UserError: A name is unknown, a needed one is missing, or a value is of another kind.
+        UserError: A name is unknown, a required name is missing, or a value has the wrong type.
     """
     return _record(Facts, values, str(place))
 
 
 def merged(found: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """Add what a person tells to what was found; what is told wins, item by item.
+    """Merge facts from the user into facts from files; the user's win, item by item.
 
     Args:
-        found: Record of facts.
-        told: Another one, with any of the same names.
+        found: Facts from files.
+        told: Facts from the user.
 
     Returns:
         A record with both.
@@ -230,18 +230,18 @@ def _value(hint: Any, value: Any, place: str) -> Any:
         pass
     elif hasattr(hint, "__dataclass_fields__"):
         return _record(hint, value, place)
-    # JSON has neither infinity nor what is not a number, though Python writes them.
+    # JSON has neither infinity nor NaN, though Python writes them.
     elif (
         isinstance(value, int | float if hint is float else hint)
         and isinstance(value, bool) == (hint is bool)
         and not (isinstance(value, float) and not math.isfinite(value))
     ):
         return value
-    raise UserError(f"{place} is {value!r}, which is of another kind than expected; correct it.")
+    raise UserError(f"{place} is {value!r}, which has the wrong type; correct it.")
 
 
 def _known(value: Any) -> Any:
-    """Without `None`, and without what holds nothing else."""
+    """A value without `None`, and without empty containers."""
     if isinstance(value, dict):
         known = {name: _known(item) for name, item in value.items()}
         return {name: item for name, item in known.items() if item is not None and item not in ({}, [])}

@@ -1,7 +1,7 @@
-"""What lets a repository run where this package is not installed: its sources, and where they are named.
+"""Lets a repository run without this package: its source files, and the configuration entries that name them.
 
-`register_for_auto_class` would do the same, but changes the classes for the whole process and copies the sources at
-every save from then on.
+`register_for_auto_class` would do the same, but it changes the classes for the whole process and copies the sources at
+every later save.
 """
 
 from pathlib import Path
@@ -16,23 +16,23 @@ from vanilla_transformer.tokenization_vanilla_transformer import VanillaTransfor
 
 
 _PACKAGE = Path(vanilla_transformer.__file__).parent
-# What transformers notes of the place that a tokenizer was loaded from.
+# Where transformers records from which place a tokenizer was loaded.
 _LOCAL = ("is_local", "local_files_only", "name_or_path", "_name_or_path")
 
 
 def source_files() -> list[Path]:
-    """The sources that a repository needs: those of configuration, model, tokenizer and pipeline."""
+    """The source files that a repository needs: configuration, model, tokenizer and pipeline."""
     return sorted(_PACKAGE.glob("*_vanilla_transformer.py"))
 
 
 def published_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Name the classes of configuration, models and pipelines.
+    """Add the names of the classes of configuration, models and pipelines.
 
     Args:
-        config: What a model's `config.json` holds.
+        config: Content of the model's `config.json`.
 
     Returns:
-        What the published one holds.
+        Content of the published file.
     """
     classes = {"AutoConfig": _name_of(VanillaTransformerConfig), **_model_classes()}
     config = _without_places(config)
@@ -44,23 +44,23 @@ def published_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def published_tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Name the tokenizer's class, if it is ours, and leave out where it was loaded from.
+    """Add the name of the tokenizer's class if it is ours, and remove the place it was loaded from.
 
     Args:
-        config: What `tokenizer_config.json` holds.
+        config: Content of `tokenizer_config.json`.
 
     Returns:
-        What the published one holds.
+        Content of the published file.
     """
     config = _without_places(config)
     if config.get("tokenizer_class") == VanillaTransformerTokenizer.__name__:
-        # The second place is that of a fast tokenizer beside a slow one.
+        # The second entry is for a fast tokenizer; transformers expects both.
         config["auto_map"] = {"AutoTokenizer": [_name_of(VanillaTransformerTokenizer), None]}
     return config
 
 
 def _without_places(config: dict[str, Any]) -> dict[str, Any]:
-    # A token may be a slash with a word; a path that matters has more parts.
+    # A special token may be a slash and a word; private paths have more parts.
     return {
         name: value
         for name, value in config.items()

@@ -1,4 +1,4 @@
-"""The facts that a model's folder and its run's records tell."""
+"""Gathers facts from a model's folder and from the records of its run."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from vanilla_transformer.training.records.journal import read_journal
 from .facts import TestScore
 
 
-# Points of a curve that a card keeps of each kind.
+# Largest number of points of each line of the curve.
 _POINTS = 100
 _ARCHITECTURE = (
     "d_model",
@@ -35,7 +35,7 @@ _ARCHITECTURE = (
     "tie_word_embeddings",
     "vocab_size",
 )
-# Options that say how weights were reached; none of them names a file.
+# Options that the weights depend on; none of them holds a path.
 _OPTIONS = (
     "batching",
     "tokens_per_update",
@@ -59,7 +59,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def find_facts(
     folder: Path, run: Path | None, weights: list[Path], *, name: str, updates: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Gather what the files say.
+    """Gather the facts that the files hold.
 
     Args:
         folder: The model's folder.
@@ -80,10 +80,10 @@ def find_facts(
     path = folder / "tokenizer_config.json"
     tokenizer = read_json(path) if path.exists() else {}
     length = tokenizer.get("model_max_length")
-    # Tokenizers without a length write a number beyond all others.
+    # Tokenizers without a length save a huge number.
     if isinstance(length, int | float) and length < 1e9:
         found["max_source_tokens"] = int(length)
-    # A tokenizer that was saved with a language needs no other.
+    # A tokenizer saved with a language leaves no choice.
     if tokenizer.get("tgt_lang") is None and (tags := _language_tags(folder / "tokenizer.json")):
         found["target_languages"] = found["language_tags"] = tags
     if run is not None:
@@ -113,7 +113,7 @@ def find_scores(path: Path) -> list[dict[str, Any]]:
     if isinstance(record.get("model"), dict):
         record = record["model"]
     if "bleu" not in record:
-        raise UserError(f"{path} holds no scores; give a file that `evaluate --output` wrote.")
+        raise UserError(f"{path} holds no scores; give a file of scores that `evaluate` wrote.")
     names = TestScore.__dataclass_fields__
     # The name of the model may be a path.
     return [{"test_set": path.stem, **{key: value for key, value in record.items() if key in names}}]
@@ -130,7 +130,7 @@ def records_until(run: Path, update: int | None) -> list[dict[str, Any]]:
         The records of `metrics.jsonl`.
 
     Raises:
-        UserError: A line of it is JSON, and no record.
+        UserError: A line holds JSON that is not a record.
     """
     path = run / "metrics.jsonl"
     records = read_journal(path) if path.exists() else []
@@ -172,7 +172,7 @@ def _add_run(found: dict[str, Any], run: Path, updates: Sequence[int]) -> None:
         "dropped_pairs": sum(train["dropped"].values()) if "dropped" in train else None,
         "valid_pairs": valid.get("pairs_kept") if valid else None,
     }
-    # Of a result that nobody noted, how far the run has come tells nothing.
+    # Without recorded updates of the result, the progress of the run says nothing about it.
     update = max(updates, default=None)
     records = records_until(run, update)
     steps = [item for item in records if item["kind"] == "train"]
@@ -210,14 +210,14 @@ def _hub_name(dataset: str | None) -> str | None:
 
 
 def _points(values: Any) -> list[list[float]]:
-    """So many points of a curve, evenly spaced, the last one among them."""
+    """At most `_POINTS` points of a curve, evenly spaced, including the last one."""
     points = [[update, round(value, 4)] for update, value in values]
     step = max(1, math.ceil(len(points) / _POINTS))
     return points[::-1][::step][::-1]
 
 
 def _sizes(path: Path) -> int:
-    """Number of values in a file of safetensors; tied weights are there once."""
+    """Number of elements in a safetensors file; tied weights are stored once."""
     try:
         with safe_open(path, "np") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Uploading to the Hub: one commit that is there as a whole or not at all, after as many attempts as it takes."""
+"""Uploads a model to the Hub in one commit, which appears whole or not at all, with retries."""
 
 import json
 import os
@@ -27,13 +27,13 @@ from .bundle import Bundle, check_private
 
 Result = TypeVar("Result")
 
-# Answers that another attempt may change: too slow, too many, a commit of someone else in between, trouble there.
+# Statuses worth another attempt: timeouts, rate limits, concurrent commits, server errors.
 _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 ATTEMPTS = 5
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 60.0
-# Longest wait, in seconds, that a Hub may ask for.
+# Largest wait in seconds that is accepted from a Retry-After header.
 _LONGEST_ASKED = 600.0
-# Seconds without a byte after which a Hub counts as away; huggingface_hub's own client waits for ever.
+# Seconds without data after which the Hub counts as unreachable; huggingface_hub's own client waits for ever.
 _SILENCE = 60.0
 _REFERENCE = re.compile(r"(?!.*(?:\.\.|//|@\{))[\w][\w./+-]*(?<![./])")
 
@@ -44,12 +44,12 @@ class Destination:
 
     Args:
         repo: Name of the repository, `user/name` or `organisation/name`.
-        private: Whether it must be private; a repository that exists is left as it is, and refused if it is public.
+        private: Whether it must be private. An existing repository is not changed, but refused if it is public.
         revision: Branch, made if it does not exist; `None` for the main branch.
         tag: Tag to give to the commit; must not exist.
 
     Raises:
-        UserError: A name is not one that the Hub takes.
+        UserError: The Hub does not accept one of the names.
     """
 
     repo: str
@@ -67,7 +67,7 @@ class Destination:
             raise UserError(f"{self.repo} is not the name of a repository; give one such as user/name.")
         for what, name in (("revision", self.revision), ("tag", self.tag)):
             if name is not None and not _REFERENCE.fullmatch(name):
-                raise UserError(f"--{what} is {name}; it must be a name that git takes, such as v1.0.")
+                raise UserError(f"`{what}` is {name}; it must be a name that git takes, such as v1.0.")
 
 
 class UploadError(UserError):
@@ -75,7 +75,7 @@ class UploadError(UserError):
 
 
 class Hub:
-    """The Hub, spoken to with this machine's token.
+    """The Hub, used with the token of this machine.
 
     Args:
         sleep: Waits so many seconds between attempts.
@@ -107,14 +107,14 @@ class Hub:
 
         def prepare() -> None:
             self._api.create_repo(repo, private=destination.private or None, exist_ok=True)
-            # A repository that exists is no mistake to `create_repo`, even where the token may only read it.
+            # `create_repo` accepts an existing repository even if the token may only read it.
             self._api.auth_check(repo, write=True)
             if destination.private and not self._api.repo_info(repo).private:
-                raise UserError(f"{repo} exists and is public; leave out --private, or name another repository.")
+                raise UserError(f"{repo} exists and is public; name another repository, or leave it public.")
             if destination.tag is not None:
                 tags = [tag.name for tag in self._api.list_repo_refs(repo).tags]
                 if destination.tag in tags:
-                    raise UserError(f"{repo} has a tag {destination.tag} already; name another --tag.")
+                    raise UserError(f"{repo} has a tag {destination.tag} already; name another `tag`.")
             if destination.revision is not None:
                 self._api.create_branch(repo, branch=destination.revision, exist_ok=True)
 
@@ -123,9 +123,9 @@ class Hub:
     def upload(self, bundle: Bundle, destination: Destination, message: str, attempts: int = ATTEMPTS) -> str:
         """Publish the files as one commit.
 
-        Large files are sent first and belong to no revision until the commit names them, so that an upload that
-        fails anywhere leaves the repository as it was. An attempt sends again only what has not arrived. Files of an
-        earlier model that this one lacks go with the same commit.
+        Large files are uploaded first and belong to no revision until the commit names them, so a failed upload leaves
+        the repository unchanged. Another attempt sends only what has not arrived. The commit also deletes files of an
+        earlier model that this one lacks.
 
         Args:
             bundle: The files.
@@ -143,7 +143,7 @@ class Hub:
         check_private(bundle, secrets(self._token, bundle.folder))
 
         def commit() -> object:
-            # An operation belongs to one attempt.
+            # Operations cannot be reused in another attempt.
             operations = [
                 CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
                 for name, content in bundle.files.items()
@@ -197,7 +197,7 @@ class Hub:
 
     def _refusal(self, error: HfHubHTTPError, repo: str) -> str:
         status = error.response.status_code
-        # Of a repository that the token may not see, the Hub says that it does not exist.
+        # The Hub reports a repository that the token may not see as missing.
         if status == 401 and not isinstance(error, RepositoryNotFoundError):
             return f"The Hub does not know the token ({_told(error)}); run `hf auth login`, or correct HF_TOKEN."
         if status in (401, 403, 404):
@@ -210,14 +210,14 @@ class Hub:
 
 
 def secrets(token: str | None, model: Path) -> dict[str, str]:
-    """What no published text may hold.
+    """Strings that no published text may contain.
 
     Args:
         token: Token of the Hub.
         model: Folder of the model.
 
     Returns:
-        The token, and folders of this user, this process and the model, with what they are.
+        The token, and folders of this user, this process and the model, each with a description.
     """
     model = model.absolute()
     places = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), model, model.parent, model.resolve().parent)
@@ -233,9 +233,9 @@ def _client() -> Any:
 
 
 def _cause(error: BaseException) -> Exception | None:
-    """What went wrong between us and the Hub, or `None` if it is something else."""
+    """The error of the connection to the Hub, or `None` for another error."""
     while error is not None:
-        # A proxy's or a server's page of HTML where JSON is due.
+        # JSONDecodeError: a proxy or a server answers with HTML instead of JSON.
         if isinstance(error, HTTPError | json.JSONDecodeError):
             return error
         error = error.__cause__ or error.__context__
@@ -243,7 +243,7 @@ def _cause(error: BaseException) -> Exception | None:
 
 
 def _told(error: Exception) -> str:
-    """An error in words, without the addresses that it happened at, which are signed."""
+    """An error in words, without URLs, which may be signed."""
     response = getattr(error, "response", None) if isinstance(error, HfHubHTTPError) else None
     if response is not None:
         return f"status {response.status_code}"
@@ -251,6 +251,6 @@ def _told(error: Exception) -> str:
 
 
 def _retry_after(response: object) -> float:
-    """Seconds that an answer asks to wait, within bounds."""
+    """Seconds that an answer asks to wait, at most `_LONGEST_ASKED`."""
     value = "" if response is None else response.headers.get("Retry-After", "")
     return min(float(value), _LONGEST_ASKED) if value.isdecimal() else 0.0

@@ -17,7 +17,7 @@ SAMPLE = Path(__file__).parent / "sample"
 
 @dataclass(frozen=True, slots=True)
 class FirstRun:
-    """What the first run found out.
+    """Results of the first run.
 
     Args:
         scores: Scores of the model's translations of the test sentences.

@@ -1,4 +1,4 @@
-"""One dataclass of training options. It imports nothing heavy, so that the command line checks them at once."""
+"""The training options, one dataclass. Nothing heavy is imported here, so the command line can check them at once."""
 
 import math
 import re
@@ -12,9 +12,9 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.presets import PROVENANCE, SIZES, TRAINING_PAPER, TRAINING_PROVENANCE
 
 
-# What fits into the 32 bits of a signed integer, which numbers of pairs and tokens have.
+# Pairs and tokens are counted in signed 32-bit integers.
 LARGEST_NUMBER = (1 << 31) - 1
-# As the tokenizer has it, which is slow to import.
+# The tokenizer's own limit, repeated because its module is slow to import.
 LARGEST_VOCABULARY = 1 << 20
 
 
@@ -37,195 +37,224 @@ def check_range(name: str, value: int | None, smallest: int, largest: int = LARG
         UserError: The value is smaller or larger.
     """
     if value is not None and value < smallest:
-        raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
+        raise UserError(f"`{name}` is {value}; it must be at least {smallest}.")
     if value is not None and value > largest:
-        raise UserError(f"--{name} is {value}; it must be at most {largest}.")
+        raise UserError(f"`{name}` is {value}; it must be at most {largest}.")
 
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """Everything that decides a training run; the defaults are the paper's base model and training (§5).
+    """All options of a training run; the defaults are the paper's base model and training (§5).
 
-    Its time between checkpoints, 10 minutes, is in the recipes `base` and `big`, as a number of updates.
+    The paper saves a checkpoint every 10 minutes; the recipes `base` and `big` set this as a number of updates.
 
     Raises:
         UserError: From `check`, when a value is out of range or contradicts another.
     """
 
-    # The command line offers --config, a YAML file with these options.
+    # The command line adds --config, which reads these options from a YAML file.
     TAKES_RECIPE: ClassVar[bool] = True
 
-    output_dir: Path = option(Path("run"), "Folder of the run: the model, checkpoints, metrics, options.")
+    output_dir: Path = option(Path("run"), "Folder of the run, for the model, checkpoints, metrics and options.")
     train_files: tuple[Path, ...] = option(
         (),
-        "Training text: a source and a target file with one sentence a line, or one file that is tab-separated, JSON "
-        "lines (.jsonl) or TMX (.tmx); each may be compressed (.gz).",
+        "Training text: a source file and a target file with one sentence per line, or one tab-separated, JSON Lines "
+        "(.jsonl) or TMX (.tmx) file. Files may be compressed (.gz).",
     )
-    valid_files: tuple[Path, ...] = option((), "Validation text, likewise.")
+    valid_files: tuple[Path, ...] = option((), "Validation text, in the same form.")
     dataset: str | None = option(
-        None, "Training text instead of files: a data set's name on the Hub, or a folder that `datasets` reads."
+        None, "Data set to train on instead of files: its name on the Hub, or a folder that `datasets` can load."
     )
     dataset_config: str | None = option(None, "Configuration of the data set.")
     dataset_revision: str | None = option(None, "Commit, tag or branch of the data set on the Hub.")
     streaming: bool = option(
-        False, "Read the data set as a stream, of any length, through a window of --stream_window pairs."
+        False, "Stream the data set instead of encoding it first, and batch it in windows of `stream_window` pairs."
     )
     stream_window: int = option(
-        100_000, "Pairs of a stream that are sorted into batches together; they are kept in every checkpoint."
+        100_000,
+        "Number of pairs in the window of a stream that is sorted into batches; every checkpoint stores the window.",
     )
     train_split: str = option("train", "Split of the data set to train on.")
     valid_split: str | None = option(None, "Split of the data set to validate on.")
     pair_keys: tuple[str, str] | None = option(
         None,
-        "Fields of source and target in JSON lines and data sets; default: `translation` with both languages, fields "
-        "named after the languages, or `source` and `target`.",
+        "Fields of source and target in JSON Lines and data sets. Default: 'translation' with a text per language, "
+        "fields named after the two languages, or 'source' and 'target'.",
     )
     tsv_columns: tuple[int, int] | None = option(
-        None, "Column numbers of source and target in tab-separated files, from 1 on; needed unless there are two."
+        None,
+        "Columns of source and target in tab-separated files, counted from 1. Default: 1 2, if there are two columns.",
     )
-    source_language: str | None = option(None, "Code of the source language, such as en; kept with the result.")
-    target_language: str | None = option(None, "Code of the target language, such as de; kept with the result.")
+    source_language: str | None = option(None, "Code of the source language, such as en; saved with the model.")
+    target_language: str | None = option(None, "Code of the target language, such as de; saved with the model.")
     language_tags: bool = option(
-        False, "Begin each source with a tag such as <2de> that names the target language (Johnson et al., 2017)."
+        False, "Put a tag for the target language, such as <2de>, before each source (Johnson et al., 2017)."
     )
     language_column: str | None = option(
         None,
-        "Field, or number of a tab-separated column, with each pair's target language.",
+        "Field, or number of the tab-separated column, that holds the target language of each pair.",
     )
     invalid_pairs: Literal["drop", "refuse"] = option(
-        "drop", "What to do with pairs that are empty, too long, not UTF-8 or lack columns."
+        "drop", "Whether pairs that are empty, too long, not UTF-8 or lack a column are dropped, or stop the run."
     )
     bpe_dropout: float = option(
-        0.0, "Probability of leaving out a merge in training text, anew in each epoch (Provilkov et al., 2020)."
+        0.0, "BPE-dropout: probability of skipping a merge, drawn again in each epoch (Provilkov et al., 2020)."
     )
-    max_length: int = option(256, "Largest number of tokens of a sentence, its end included.")
-    cache_dir: Path | None = option(None, "Folder of encoded text; default: OUTPUT_DIR/cache.")
+    max_length: int = option(256, "Largest number of tokens of a sentence, </s> included.")
+    cache_dir: Path | None = option(None, "Folder for the vocabulary and the encoded text. Default: OUTPUT_DIR/cache.")
 
     tokenizer: Path | None = option(
-        None, "Folder with a tokenizer to use; default: train a vocabulary on the training text."
+        None, "Folder of a tokenizer to use. Default: train a vocabulary on the training text."
     )
-    vocab_size: int = option(37000, "Entries of the vocabulary that is trained, shared by both languages.")
-    min_frequency: int = option(2, "How often two tokens must be neighbours to be merged.")
+    vocab_size: int = option(37000, "Size of the vocabulary to train, which both languages share.")
+    min_frequency: int = option(2, "Merge two tokens only if they are neighbours at least this often.")
     vocabulary_pairs: int = option(
-        1_000_000, "Train the vocabulary on so many pairs, evenly spaced, of text that has more; bounds its memory."
+        1_000_000,
+        "Train the vocabulary on at most this many pairs, evenly spaced in the text, to bound its memory.",
     )
 
     init_from: str | None = option(
         None,
-        "Start from the weights of this model, a folder or a name on the Hub; architecture and, without --tokenizer, "
-        "vocabulary are then the model's.",
+        "Start from the weights of this model, a folder or a name on the Hub. Its architecture is used, and its "
+        "vocabulary unless `tokenizer` is given.",
     )
     preset: str = option(
         "base",
-        "Dimensions, dropout, positions and label smoothing of a row of Table 3, or tiny: " + ", ".join(SIZES) + ".",
+        "Dimensions, dropout, positions and label smoothing: a row of the paper's Table 3, or tiny. One of "
+        + ", ".join(SIZES)
+        + ".",
     )
     provenance: str = option(
-        "paper", "Whose choices to follow where systems differ: paper, " + ", ".join(PROVENANCE) + "."
+        "paper",
+        "Which system's details to follow where they differ from the paper: paper, " + ", ".join(PROVENANCE) + ".",
     )
-    d_model: int | None = option(None, "Width of the model; default: the preset's, as for the next ones.")
+    d_model: int | None = option(
+        None, "Width of the model. Default for this option and the next ones: the preset's value."
+    )
     encoder_layers: int | None = option(None, "Number of encoder layers.")
     decoder_layers: int | None = option(None, "Number of decoder layers.")
     encoder_attention_heads: int | None = option(None, "Number of attention heads in the encoder.")
     decoder_attention_heads: int | None = option(None, "Number of attention heads in the decoder.")
-    d_k: int | None = option(None, "Width of a head's queries and keys.")
-    d_v: int | None = option(None, "Width of a head's values.")
+    d_k: int | None = option(None, "Width of the queries and keys of a head.")
+    d_v: int | None = option(None, "Width of the values of a head.")
     encoder_ffn_dim: int | None = option(None, "Inner width of the encoder's feed-forward networks.")
     decoder_ffn_dim: int | None = option(None, "Inner width of the decoder's feed-forward networks.")
-    activation_function: str | None = option(None, "Activation of the feed-forward networks.")
-    dropout: float | None = option(None, "Dropout on sub-layer outputs and embedding sums.")
+    activation_function: str | None = option(None, "Activation function of the feed-forward networks.")
+    dropout: float | None = option(
+        None, "Dropout on the outputs of sub-layers and on the sum of embeddings and positions."
+    )
     attention_dropout: float | None = option(None, "Dropout on attention weights.")
     activation_dropout: float | None = option(None, "Dropout inside feed-forward networks.")
-    position_embedding_type: Literal["sinusoidal", "learned"] | None = option(None, "Kind of positions.")
+    position_embedding_type: Literal["sinusoidal", "learned"] | None = option(None, "Kind of position embedding.")
     max_position_embeddings: int | None = option(None, "Number of learned positions.")
-    norm_position: Literal["post", "pre"] | None = option(None, "Layer normalisation after or before sub-layers.")
-    attention_bias: bool | None = option(None, "Biases in the attention projections.")
-    share_encoder_decoder_embeddings: bool | None = option(None, "One embedding matrix for both sides.")
-    tie_word_embeddings: bool | None = option(None, "Output projection equal to the decoder's embeddings.")
+    norm_position: Literal["post", "pre"] | None = option(
+        None, "Layer normalisation after (post) or before (pre) each sub-layer."
+    )
+    attention_bias: bool | None = option(None, "Whether the attention projections have biases.")
+    share_encoder_decoder_embeddings: bool | None = option(
+        None, "Whether encoder and decoder share one embedding matrix."
+    )
+    tie_word_embeddings: bool | None = option(None, "Whether the output projection is the decoder's embedding matrix.")
 
     max_updates: int = option(100_000, "Number of optimiser steps.")
-    max_epochs: int | None = option(None, "Stop after so many passes over the text, if that comes first.")
+    max_epochs: int | None = option(
+        None, "Stop after this number of passes over the text, if `max_updates` has not been reached."
+    )
     max_time: str | None = option(
-        None, "Save and stop after so much time, such as 90m, 2h30m or a number of seconds, to be resumed later."
+        None, "Save and stop after this time, such as 90m, 2h30m or a number of seconds; the run can be resumed."
     )
     early_stopping_patience: int = option(
-        0, "Stop after so many validations in a row that improve nothing; 0 goes on to the end."
+        0, "Stop after this number of validations in a row without improvement; 0 never stops early."
     )
-    early_stopping_threshold: float = option(0.0, "By how much --best_metric must improve to count for that.")
-    best_metric: Literal["loss", "bleu"] = option("loss", "Validation score that says which checkpoint is better.")
+    early_stopping_threshold: float = option(0.0, "Smallest change of `best_metric` that counts as an improvement.")
+    best_metric: Literal["loss", "bleu"] = option("loss", "Validation score by which checkpoints are compared.")
     batching: Literal["lengths", "random"] = option(
         "lengths",
-        "Which sentences a batch has: of like lengths, or random ones, which learn more from few batches an update; "
-        "they are padded in parts of like lengths, or not at all on CPUs with AVX-512 in bf16.",
+        "Sentences of a batch: of similar lengths, or random ones, with which updates of few batches learn more. "
+        "Random batches are padded in parts of similar lengths; on CPUs with AVX-512, bf16 runs them padding-free.",
     )
     tokens_per_batch: int = option(
         4096,
-        "Largest number of tokens on either side of one forward pass, padding included with --batching lengths; "
-        "random batches have their padding beyond it, where they have any.",
+        "Largest number of source tokens, and of target tokens, in a batch. Padding counts in batches of similar "
+        "lengths, but not in random ones.",
     )
     tokens_per_update: int = option(
-        24_576, "The same for one optimiser step, over all processes; a multiple of tokens_per_batch."
+        24_576, "The same limit for one optimiser step, over all processes; a multiple of `tokens_per_batch`."
     )
-    warmup_steps: int = option(4000, "Optimiser steps over which the learning rate rises.")
-    learning_rate_scale: float = option(1.0, "Factor on the paper's learning rate.")
-    adam_beta1: float = option(0.9, "Adam's decay of the gradient's mean.")
-    adam_beta2: float = option(0.98, "Adam's decay of the squared gradient's mean.")
+    warmup_steps: int = option(4000, "Number of optimiser steps in which the learning rate rises.")
+    learning_rate_scale: float = option(1.0, "Factor by which the paper's learning rate is multiplied.")
+    adam_beta1: float = option(0.9, "Adam's decay rate for the mean of the gradient.")
+    adam_beta2: float = option(0.98, "Adam's decay rate for the mean of the squared gradient.")
     adam_epsilon: float = option(1e-9, "Adam's epsilon.")
     label_smoothing: float | None = option(
-        None, "Probability mass spread over the vocabulary; default: the preset's, 0.1 unless its name says another."
+        None,
+        "Label smoothing: probability mass spread over the vocabulary. Default: 0.1, or what the preset's name says.",
     )
     label_smoothing_over: Literal["vocabulary", "others"] | None = option(
-        None, "Spread it over the whole vocabulary or over all entries but the label; default: the provenance's."
+        None,
+        "Spread that mass over the whole vocabulary, or over all entries but the label. Default: by `provenance`.",
     )
-    max_grad_norm: float = option(0.0, "Clip the gradient's norm to this; 0 does not clip, as in the paper.")
+    max_grad_norm: float = option(
+        0.0, "Clip the norm of the gradient to this value; 0 does not clip, as in the paper."
+    )
     ema_decay: float = option(
         0.0,
-        "Largest decay of a moving average of the weights, such as 0.999, which is validated and becomes the result; "
-        "0 keeps none.",
+        "Largest decay of an exponential moving average of the weights, such as 0.999. Validation and the result use "
+        "the average. 0 keeps none.",
     )
-    seed: int = option(1, "Seed of initial weights, batch order and dropout.")
+    seed: int = option(1, "Seed for the initial weights, the order of batches and dropout.")
 
     num_processes: int = option(
-        1, "Processes on this machine that share the run; several machines need `accelerate launch` or torchrun."
+        1, "Number of processes on this machine; for several machines, use `accelerate launch` or torchrun."
     )
-    device: Literal["auto", "cpu"] = option("auto", "cpu keeps the run off accelerators.")
+    device: Literal["auto", "cpu"] = option(
+        "auto", "Device to train on: auto is an accelerator if there is one, else the CPU."
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] = option(
-        "no", "bf16 computes matrix products in bfloat16; fp16 in float16, with a loss scale that adapts itself."
+        "no", "bf16 computes matrix products in bfloat16; fp16 in float16, with dynamic loss scaling."
     )
     attention: Literal["auto", "eager", "sdpa"] = option(
-        "auto", "Attention backend; auto is eager on CPUs, where SDPA's backward pass is slower, and else SDPA."
+        "auto",
+        "Attention implementation; auto is eager on CPUs, where SDPA's backward pass is slower, and sdpa elsewhere.",
     )
-    gradient_checkpointing: bool = option(False, "Recompute layers in the backward pass to save memory.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
 
     log_every: int = option(50, "Optimiser steps between records of the training loss.")
     validate_every: int = option(1000, "Optimiser steps between validations.")
-    valid_bleu_sentences: int = option(200, "Sentences translated for BLEU at each validation; 0 for none.")
+    valid_bleu_sentences: int = option(
+        200, "Number of sentences translated at each validation to compute BLEU; 0 computes none."
+    )
     save_every: int = option(1000, "Optimiser steps between checkpoints.")
-    keep_last: int = option(5, "Number of last checkpoints kept.")
-    keep_best: int = option(1, "Number of best checkpoints kept beside them, by --best_metric.")
-    result: Literal["last", "best"] = option("last", "Which checkpoints the result is made of.")
+    keep_last: int = option(5, "Number of last checkpoints to keep.")
+    keep_best: int = option(1, "Number of best checkpoints by `best_metric` to keep besides.")
+    result: Literal["last", "best"] = option(
+        "last", "Whether the result is made from the last checkpoints or from the best one."
+    )
     average_last: int | None = option(
         None,
-        "The result is the mean of so many last checkpoints; 1 takes the last. Default: 5, at most --keep_last, and 1 "
-        "with --ema_decay or --result best.",
+        "Number of last checkpoints whose mean is the result. Default: 5, but at most `keep_last`, and 1 with "
+        "`ema_decay` or if the best checkpoint is the result.",
     )
-    num_beams: int = option(4, "Beam size written into the result's generation configuration.")
+    num_beams: int = option(4, "Beam size to save in the generation configuration of the result.")
     length_penalty: float = option(
         0.6,
-        "Length penalty written there: power of (5 + length) / 6 in translation, of length in plain `generate`.",
+        "Length penalty to save there: the power of (5 + length) / 6 in translation, of length in plain `generate`.",
     )
     trackers: tuple[str, ...] | None = option(
         None,
-        "Where the numbers of metrics.jsonl go too: tensorboard, trackio, wandb, or none; default: tensorboard if it "
-        "is installed.",
+        "Trackers that also get the records of metrics.jsonl: tensorboard, trackio, wandb, or none. "
+        "Default: tensorboard if it is installed.",
     )
     push_to_hub: str | None = option(
         None,
-        "Publish checkpoints in the background, and the result, in this repository of the Hub, such as user/name.",
+        "Repository on the Hub, such as user/name, where checkpoints and the result are published.",
     )
-    hub_private: bool = option(False, "Make that repository private; one that exists must be.")
-    hub_revision: str | None = option(None, "Branch to publish on; made if it does not exist. Default: main.")
+    hub_private: bool = option(
+        False, "Make that repository private. A repository that exists must be private already."
+    )
+    hub_revision: str | None = option(None, "Branch to publish on, made if it does not exist. Default: main.")
     resume: bool = option(False, "Continue the run in OUTPUT_DIR from its newest checkpoint.")
-    dry_run: bool = option(False, "Print size, batches, memory and time of the run, and train nothing.")
+    dry_run: bool = option(False, "Print model size, batches, memory and time of the run without training.")
 
     def __post_init__(self):
         if self.label_smoothing is None:
@@ -259,7 +288,7 @@ class TrainingOptions:
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "at least 0 and below 1")
         for name in ("adam_epsilon", "learning_rate_scale"):
             self._require(name, 0.0 < getattr(self, name) < math.inf, "above 0 and finite")
-        # Beyond that, powers of lengths have no room in 32 bits.
+        # With larger powers, lengths overflow float32.
         self._require("length_penalty", abs(self.length_penalty) <= 10.0, "a number from -10 to 10")
         for name in ("max_grad_norm", "early_stopping_threshold"):
             self._require(name, 0.0 <= getattr(self, name) < math.inf, "at least 0 and finite")
@@ -272,36 +301,36 @@ class TrainingOptions:
         self._check_trackers()
         for name in ("hub_private", "hub_revision"):
             if getattr(self, name) and self.push_to_hub is None:
-                raise UserError(f"--{name} was given without --push_to_hub; name the repository, or leave it out.")
+                raise UserError(f"`{name}` was given without `push_to_hub`; name the repository, or leave it out.")
         if self.max_length > self.tokens_per_batch:
             raise UserError(
-                f"--max_length is {self.max_length} and --tokens_per_batch {self.tokens_per_batch}; a batch must hold "
-                f"the longest sentence, so raise --tokens_per_batch to {self.max_length} or more."
+                f"`max_length` is {self.max_length} and `tokens_per_batch` {self.tokens_per_batch}; a batch must hold "
+                f"the longest sentence, so raise `tokens_per_batch` to {self.max_length} or more."
             )
         if self.tokens_per_update % self.tokens_per_batch != 0:
             count = max(1, round(self.tokens_per_update / self.tokens_per_batch))
             raise UserError(
-                f"--tokens_per_update is {self.tokens_per_update} and must be a multiple of --tokens_per_batch, "
+                f"`tokens_per_update` is {self.tokens_per_update} and must be a multiple of `tokens_per_batch`, "
                 f"{self.tokens_per_batch}; use {count * self.tokens_per_batch}."
             )
         self._check_result()
         if self.num_averaged > self.keep_last:
             raise UserError(
-                f"--average_last is {self.average_last}, but only {self.keep_last} checkpoints are kept; raise "
-                "--keep_last."
+                f"`average_last` is {self.average_last}, but only {self.keep_last} checkpoints are kept; raise "
+                "`keep_last`."
             )
 
     def _check_sources(self) -> None:
         if not self.train_files and self.dataset is None:
-            raise UserError("No training text was given; name it with --train_files SOURCE TARGET, or --dataset NAME.")
+            raise UserError("No training text was given; give its files as `train_files`, or a `dataset`.")
         if self.train_files and self.dataset is not None:
-            raise UserError("Both --train_files and --dataset were given; training text is one or the other.")
+            raise UserError("Both `train_files` and `dataset` were given; training text is one or the other.")
         if self.dataset is None:
             for name in ("dataset_config", "dataset_revision", "valid_split", "streaming"):
                 if getattr(self, name):
-                    raise UserError(f"--{name} was given without --dataset; name the data set, or leave it out.")
+                    raise UserError(f"`{name}` was given without `dataset`; name the data set, or leave it out.")
         if self.valid_files and self.valid_split is not None:
-            raise UserError("Both --valid_files and --valid_split were given; validation text is one or the other.")
+            raise UserError("Both `valid_files` and `valid_split` were given; validation text is one or the other.")
         if self.valid_files and self.train_files and len(self.valid_files) != len(self.train_files):
             raise UserError(
                 f"Training text is {len(self.train_files)} and validation text {len(self.valid_files)} files; give "
@@ -310,40 +339,40 @@ class TrainingOptions:
         if self.streaming:
             for name in ("dry_run", "bpe_dropout", "max_epochs"):
                 if getattr(self, name):
-                    raise UserError(f"--{name} was given with --streaming; it needs text that is read as a whole.")
+                    raise UserError(f"`{name}` was given with `streaming`; it needs text that is read as a whole.")
         if self.language_column is not None and not self.language_tags:
-            raise UserError("--language_column was given without --language_tags, which alone needs it.")
+            raise UserError("`language_column` was given without `language_tags`, which it belongs to.")
         if self.language_tags and self.language_column is None and self.target_language is None:
             raise UserError(
-                "--language_tags was given without a language; name it with --target_language, or each pair's with "
-                "--language_column."
+                "`language_tags` was given without a language; name it with `target_language`, or each pair's with "
+                "`language_column`."
             )
 
     def _check_result(self) -> None:
         """Check what depends on validation, and what becomes the result."""
         needs_validation = {
-            "--result best": self.result == "best",
-            "--early_stopping_patience": self.early_stopping_patience > 0,
+            '`result` "best"': self.result == "best",
+            "`early_stopping_patience`": self.early_stopping_patience > 0,
         }
         for name, is_used in needs_validation.items():
             if is_used and not self.valid_files and self.valid_split is None:
-                raise UserError(f"{name} goes by validation; give --valid_files as well.")
+                raise UserError(f"{name} goes by validation; give `valid_files` as well.")
             if is_used and self.best_metric == "bleu" and self.valid_bleu_sentences == 0:
                 raise UserError(
-                    f"{name} goes by BLEU, but --valid_bleu_sentences is 0; raise it, to 200 for instance."
+                    f"{name} goes by BLEU, but `valid_bleu_sentences` is 0; raise it, to 200 for instance."
                 )
         if self.result == "best" and self.keep_best == 0:
-            raise UserError("--result is best, but --keep_best is 0; keep at least 1.")
-        for name, is_used in (("--result best", self.result == "best"), ("--ema_decay", self.ema_decay > 0.0)):
+            raise UserError("`result` is best, but `keep_best` is 0; keep at least 1.")
+        for name, is_used in (('`result` "best"', self.result == "best"), ("`ema_decay`", self.ema_decay > 0.0)):
             if is_used and self.average_last not in (None, 1):
                 raise UserError(
-                    f"--average_last is {self.average_last}, but {name} makes the result of one checkpoint; leave one "
-                    "of the two out, or set --average_last 1."
+                    f"`average_last` is {self.average_last}, but {name} makes the result of one checkpoint; leave one "
+                    "of the two out, or set `average_last` to 1."
                 )
 
     def _require(self, name: str, condition: bool, rule: str) -> None:
         if not condition:
-            raise UserError(f"--{name} is {getattr(self, name)}; it must be {rule}.")
+            raise UserError(f"`{name}` is {getattr(self, name)}; it must be {rule}.")
 
     def _check_trackers(self) -> None:
         names = self.trackers or ()
@@ -351,10 +380,10 @@ class TrainingOptions:
             return
         for name in names:
             if name not in TRACKERS:
-                raise UserError(f"--trackers names {name}; it must be none, or of {', '.join(TRACKERS)}.")
+                raise UserError(f"`trackers` names {name}; it must be none, or of {', '.join(TRACKERS)}.")
             if find_spec(name) is None:
                 raise UserError(
-                    f"--trackers names {name}, which is not installed; run `pip install {name}`, or leave it out."
+                    f"`trackers` names {name}, which is not installed; run `pip install {name}`, or leave it out."
                 )
 
     @property
@@ -388,17 +417,17 @@ class TrainingOptions:
 
     @property
     def smoothed_entries(self) -> Literal["vocabulary", "others"]:
-        """Over what label smoothing spreads its mass; the paper does not say, and then it is the whole vocabulary."""
+        """Where label smoothing spreads its mass; the whole vocabulary by default, since the paper does not say."""
         return self.label_smoothing_over or TRAINING_PROVENANCE.get(self.provenance, {}).get(
             "label_smoothing_over", "vocabulary"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All options as values that JSON and YAML hold."""
+        """All options, as values that JSON and YAML can hold."""
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
 
 
-# Options that are hyper-parameters of the model, under the configuration's names; None leaves them to the preset.
+# Hyper-parameters of the model, named as in its configuration; None takes the preset's value.
 MODEL_OPTIONS = (
     "d_model",
     "encoder_layers",
@@ -421,24 +450,24 @@ MODEL_OPTIONS = (
     "tie_word_embeddings",
 )
 
-# Options that are whole numbers, and the ranges of those that do not begin at 1 or end elsewhere.
+# Integer options, and the ranges (smallest, largest) of those that differ from 1 to `LARGEST_NUMBER`.
 _WHOLE_NUMBERS = tuple(name for name, hint in get_type_hints(TrainingOptions).items() if hint in (int, int | None))
 _RANGES = {
     "valid_bleu_sentences": (0,),
     "keep_best": (0,),
     "early_stopping_patience": (0,),
     "seed": (0, (1 << 63) - 1),
-    # One token and the sentence's end.
+    # One token and </s>.
     "max_length": (2,),
     "vocab_size": (1, LARGEST_VOCABULARY),
-    # As translation has it.
+    # The limits of translation.
     "num_beams": (1, 10_000),
 }
 
-# Packages that draw curves, and the names of Accelerate's trackers.
+# Names of the packages, and of Accelerate's trackers.
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
-# Options that a resumed run may change: they do not touch what was computed up to the checkpoint.
+# Options that a resumed run may change, because nothing computed up to the checkpoint depends on them.
 FREE_ON_RESUME = (
     "output_dir",
     "train_files",
@@ -484,7 +513,7 @@ FREE_ON_RESUME = (
 
 
 def _seconds(time: str) -> float | None:
-    """A time in days, hours, minutes and seconds as seconds; `None` if it is not written as one."""
+    """Parse a time such as 1d2h30m10s into seconds; `None` if it has another form."""
     number = r"(\d{1,9})"
     match = re.fullmatch(rf"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s?)?", time.strip())
     if match is None or not any(match.groups()):

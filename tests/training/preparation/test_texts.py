@@ -29,7 +29,7 @@ def test_texts_are_checked_before_any_work(tmp_path, part):
 
 
 def test_languages_in_opposite_order_are_refused(tmp_path, part):
-    with pytest.raises(UserError, match="stand in opposite order"):
+    with pytest.raises(UserError, match="are in opposite order"):
         check_texts(options(valid_files=part("valid", slice(0, 10), (1, 0))))
     with pytest.raises(UserError, match="declared as de to en"):
         check_texts(options(source_language="de", target_language="en"))
@@ -39,11 +39,11 @@ def test_languages_in_opposite_order_are_refused(tmp_path, part):
     ("files", "values", "sentence"),
     [
         (("a.jsonl", "b.jsonl"), {}, "a.jsonl holds both sides of its pairs; give it alone"),
-        (("a.jsonl.gz",), {"tsv_columns": (1, 2)}, "--tsv_columns was given with .*, which is not tab-separated"),
-        (("a.tmx",), {}, "a.tmx holds several languages; name two with --source_language, --target_language"),
-        (("a.tsv",), {"pair_keys": ("a", "b")}, "--pair_keys was given with .*a.tsv; it applies to JSON lines"),
-        (("a.tsv",), {"language_column": "x"}, "--language_column is x; in a tab-separated file it is the number"),
-        (("a.tmx",), {"language_column": "x"}, "a TMX file has --target_language only"),
+        (("a.jsonl.gz",), {"tsv_columns": (1, 2)}, "`tsv_columns` was given with .*, which is not tab-separated"),
+        (("a.tmx",), {}, "a.tmx holds several languages; choose two with `source_language` and `target_language`"),
+        (("a.tsv",), {"pair_keys": ("a", "b")}, "`pair_keys` was given with .*a.tsv; it applies to JSON lines"),
+        (("a.tsv",), {"language_column": "x"}, "`language_column` is x; in a tab-separated file it is the number"),
+        (("a.tmx",), {"language_column": "x"}, "a TMX file has `target_language` only"),
     ],
 )
 def test_options_that_a_kind_of_file_does_not_have_are_refused(tmp_path, files, values, sentence):

@@ -248,7 +248,7 @@ def test_a_vocabulary_of_tagged_text_has_its_languages_tags(tmp_path, tokenizer_
     data.tokenizer.save_pretrained(tmp_path / "tagged")
     again = prepare(options(**values, target_language="de", tokenizer=tmp_path / "tagged"), tmp_path / "cache")
     assert again.train.fingerprint == data.train.fingerprint
-    with pytest.raises(UserError, match="has no language tags; train the vocabulary with --language_tags"):
+    with pytest.raises(UserError, match="has no language tags; train the vocabulary with `language_tags`"):
         prepare(options(**values, target_language="de", tokenizer=tokenizer_folder), tmp_path / "cache")
 
 
@@ -329,7 +329,7 @@ def test_learned_positions_must_suffice_for_the_longest_sentence():
     assert (
         model_configuration(options(**learned, max_position_embeddings=100), tokenizer).max_position_embeddings == 100
     )
-    with pytest.raises(UserError, match="--max_position_embeddings is 99, but sentences may have --max_length 100"):
+    with pytest.raises(UserError, match="`max_position_embeddings` is 99, but sentences may have `max_length` 100"):
         model_configuration(options(**learned, max_position_embeddings=99), tokenizer)
     # Computed positions have no end.
     model_configuration(options(max_length=100, max_position_embeddings=99), tokenizer)
@@ -339,7 +339,7 @@ def test_without_a_number_of_learned_positions_the_models_own_counts():
     tokenizer = VanillaTransformerTokenizer()
     own = VanillaTransformerConfig().max_position_embeddings
     model_configuration(options(preset="e-learned-positions", max_length=own), tokenizer)
-    with pytest.raises(UserError, match=f"--max_position_embeddings is {own}, .* --max_length {own + 1}"):
+    with pytest.raises(UserError, match=f"`max_position_embeddings` is {own}, .* `max_length` {own + 1}"):
         model_configuration(options(preset="e-learned-positions", max_length=own + 1), tokenizer)
 
 

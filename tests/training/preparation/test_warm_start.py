@@ -72,7 +72,7 @@ def test_contradictions_are_listed(child_options, parent, material, tmp_path):
     with pytest.raises(UserError, match="neither a folder nor a model on the Hub"):
         prepare(child_options(tmp_path, init_from="no/such-model"), tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty holds no config\.json"):
+    with pytest.raises(UserError, match=r"empty, which holds no config\.json"):
         prepare(child_options(tmp_path, init_from=str(tmp_path / "empty")), tmp_path)
 
 
@@ -91,5 +91,5 @@ def test_models_that_cannot_be_used_are_refused(child_options, parent, tmp_path)
         make_run(child_options(tmp_path / "a", init_from=str(damaged)))
     with pytest.raises(UserError, match=rf" and {len(tensors) - len(left_out) - 1} more are missing"):
         make_run(child_options(tmp_path / "b", init_from=str(partial)))
-    with pytest.raises(UserError, match=r"is a model of type marian; it must be a vanilla_transformer"):
+    with pytest.raises(UserError, match=r", a model of type marian; it must be a vanilla_transformer"):
         make_run(child_options(tmp_path / "c", init_from=str(foreign)))

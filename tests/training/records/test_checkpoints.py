@@ -275,7 +275,7 @@ def test_damage_to_all_checkpoints_is_told_not_passed_over(tmp_path):
     for update in (1, 2, 3):
         flip_bit(write_checkpoint(tmp_path, update, write_files) / "model.safetensors")
     messages = []
-    with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged; start again in another --output_dir"):
+    with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged; start again in another `output_dir`"):
         newest_sound(tmp_path, messages.append)
     assert [checkpoint_name(update) in message for update, message in zip((3, 2, 1), messages, strict=True)] == [
         True

@@ -132,7 +132,7 @@ def test_a_tracker_that_fails_is_reported_once_and_does_not_disturb(services, tm
     write_run(tmp_path, 0, 6, "wandb", "trackio", resume=False)
     assert services["trackio"].points == points_of(tmp_path)
     assert services["trackio"].finished == 1
-    message = "--trackers wandb failed (ConnectionError: the server is unreachable); the run goes on without it.\n"
+    message = "Tracker wandb failed (ConnectionError: the server is unreachable); the run goes on without it.\n"
     assert capsys.readouterr().err == message
 
 
@@ -157,7 +157,7 @@ def test_accelerate_passes_on_what_makes_runs_resumable(monkeypatch, tmp_path):
 def test_an_unknown_tracker_is_refused(monkeypatch, names):
     monkeypatch.setattr(configuration, "find_spec", lambda name: object())
     with pytest.raises(
-        UserError, match=r"--trackers names (tensorbord|none|mlflow); it must be none, or of tensorboard"
+        UserError, match=r"`trackers` names (tensorbord|none|mlflow); it must be none, or of tensorboard"
     ):
         TrainingOptions(train_files=(Path("a"), Path("b")), trackers=names).check()
 

@@ -16,12 +16,12 @@ from .warm_start import starting_configuration, starting_folder
 def make_model(
     options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> VanillaTransformerForConditionalGeneration:
-    """Build the model that the options describe, with initial weights that depend on the seed, or on `init_from`.
+    """Build the model that the options describe, with weights drawn by the seed, or those of `init_from`.
 
     Args:
         options: Training options.
         tokenizer: Gives the vocabulary's size and the special tokens.
-        device: Where the model is going to be trained, which decides the attention backend if the options do not.
+        device: Device of the training; decides the attention implementation if the options say auto.
 
     Returns:
         The model, on the CPU.
@@ -37,7 +37,7 @@ def make_model(
     else:
         config = starting_configuration(options, start)
         check_positions(config, options)
-        # The weights keep the type that they are trained in, whatever they were saved in.
+        # Train in the default dtype, whatever type the weights were saved in.
         model = load_model(start, config=config, dtype=torch.get_default_dtype())
     attention = options.attention
     if attention == "auto":
@@ -47,12 +47,12 @@ def make_model(
         use_sixteen_bit_dropout(model)
         fuse_operations(model)
     if options.gradient_checkpointing:
-        # transformers 5.23 renamed it, and its old name warns there.
+        # transformers 5.23 renamed this method and warns about the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     beam_search = {"num_beams": options.num_beams}
     if options.num_beams > 1:
-        # transformers does not save these beside greedy search.
+        # transformers refuses to save these options with greedy search.
         beam_search.update(length_penalty=options.length_penalty, early_stopping=True)
     # The paper's cap, source length + 50 (§6.1), for the longest source that the model was trained on.
     max_length = options.max_length + 50

@@ -1,4 +1,4 @@
-"""How many parameters a model is going to have, before any memory is asked for."""
+"""The number of parameters of a model, computed before memory is allocated."""
 
 import os
 
@@ -10,7 +10,7 @@ from vanilla_transformer.training.cpu.memory import machine_memory
 
 
 def num_parameters(config: VanillaTransformerConfig) -> int:
-    """Number of parameters of a translation model, each matrix that is used twice counted once.
+    """Number of parameters of a translation model; shared matrices count once.
 
     Args:
         config: Configuration of the model, of any size.
@@ -29,14 +29,14 @@ def num_parameters(config: VanillaTransformerConfig) -> int:
 
 
 def check_size(config: VanillaTransformerConfig) -> None:
-    """Refuse a model that certainly does not fit into the memory of the machine.
+    """Refuse a model that cannot fit into the memory of the machine.
 
     Args:
         config: Configuration of the model.
 
     Raises:
-        UserError: Its weights alone have no room; or, in a single process on a CPU, weights, gradients and Adam's two
-            moments.
+        UserError: The weights do not fit; or, in a single process on a CPU, weights, gradients and Adam's two moments
+            do not fit.
     """
     memory = machine_memory()
     if memory is None:

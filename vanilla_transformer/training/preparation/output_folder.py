@@ -1,4 +1,4 @@
-"""What a folder must be for a run, or anything else, to be written there; it imports nothing heavy."""
+"""Checks of output folders before anything is written to them. Nothing heavy is imported here."""
 
 import json
 import os
@@ -12,29 +12,29 @@ from vanilla_transformer.training.options import TrainingOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
-# What a run writes from its beginning on; a run that was killed before its first checkpoint leaves them.
+# Files that a run writes from its start; a run that was killed before its first checkpoint leaves them behind.
 _RECORDS = ("run.json", "options.yaml", "metrics.jsonl", "samples.jsonl", "trackers.json", "tensorboard")
 
 
 def check_output_dir(options: TrainingOptions, more: Sequence[str] = ()) -> None:
-    """Refuse an output folder that holds another run, lacks the one to resume, or cannot be written.
+    """Refuse an output folder that holds another run, lacks the run to resume, or cannot be written.
 
-    What a new run would overwrite, and no run wrote, is refused too.
+    A new run also refuses to overwrite files that no run wrote.
 
     Args:
         options: Training options.
-        more: Names of files that are going to be written there beside the run's own.
+        more: Names of files that will be written there besides those of the run.
 
     Raises:
         UserError: As said.
     """
     folder = options.output_dir
-    # A checkpoint that was being replaced when the run was killed counts: it is put back before it is read.
+    # A checkpoint that was being replaced when the run was killed counts, because it is restored before reading.
     has_checkpoints = any(any((folder / "checkpoints").glob(name)) for name in ("update-*", "replaced-update-*"))
     if options.resume and not has_checkpoints:
-        raise UserError(f"--resume was given, but {folder} holds no checkpoints; leave --resume out to start.")
+        raise UserError(f"`resume` was given, but {folder} holds no checkpoints; leave `resume` out to start.")
     if not options.resume and (has_checkpoints or (folder / "model.safetensors").exists()):
-        raise UserError(f"{folder} already holds a run; continue it with --resume, or name another --output_dir.")
+        raise UserError(f"{folder} already holds a run; continue it with `resume`, or name another `output_dir`.")
     if not options.resume:
         is_ours = "fingerprints" in read_run_record(folder)
         check_new_files(folder, (*MODEL_FILES, *more, *(() if is_ours else _RECORDS)))
@@ -46,19 +46,19 @@ def check_output_dir(options: TrainingOptions, more: Sequence[str] = ()) -> None
 
 
 def check_new_files(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a folder in which something would be overwritten.
+    """Refuse a folder that holds files of these names, which would be overwritten.
 
     Args:
         folder: The folder, which need not exist.
-        names: Names of what is going to be written there.
+        names: Names of the files that will be written there.
 
     Raises:
-        UserError: One of them is there.
+        UserError: One of them exists.
     """
     taken = [name for name in names if os.path.lexists(folder / name)]
     if taken:
         raise UserError(
-            f"{folder} holds {', '.join(taken)}, which would be overwritten; name another --output_dir, or move "
+            f"{folder} holds {', '.join(taken)}, which would be overwritten; name another `output_dir`, or move "
             f"{'it' if len(taken) == 1 else 'them'} away."
         )
 
@@ -73,11 +73,11 @@ def read_run_record(folder: Path) -> dict[str, Any]:
 
 
 def check_writable(folder: Path, purpose: str = "the output") -> None:
-    """Make a folder, and refuse one that cannot be written.
+    """Make a folder, and check that files can be written to it.
 
     Args:
         folder: Folder, made with its parents if it does not exist.
-        purpose: What it is for, in the sentence that refuses a file.
+        purpose: What the folder is for, used in the error message.
 
     Raises:
         UserError: The path is a file, or nothing can be written there.
@@ -86,7 +86,7 @@ def check_writable(folder: Path, purpose: str = "the output") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-probe-{os.getpid()}"
         probe.write_bytes(b"")
-        # Processes of other machines may have the same number.
+        # Processes on other machines may have the same id and delete it first.
         probe.unlink(missing_ok=True)
     except FileExistsError as error:
         found = "a link that leads nowhere" if folder.is_symlink() else "a file"

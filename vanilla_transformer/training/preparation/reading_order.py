@@ -1,4 +1,4 @@
-"""In which order a run reads its text: in epochs, or as it comes from a stream."""
+"""The order in which a run reads its text: in epochs, or from a stream."""
 
 from accelerate import Accelerator
 
@@ -12,15 +12,15 @@ from vanilla_transformer.training.options import TrainingOptions
 def make_plan(
     corpus: EncodedCorpus | DropoutCorpus | StreamCorpus, options: TrainingOptions, accelerator: Accelerator
 ) -> EpochPlan | StreamPlan:
-    """The plan of the training text's updates, the same on every process.
+    """Plan the updates of the training text; the plan is the same on every process.
 
     Args:
         corpus: Training text.
         options: Training options.
-        accelerator: Processes, which begin each epoch together.
+        accelerator: The processes of the run, which begin each epoch together.
 
     Returns:
-        The plan, at its beginning.
+        The plan, before the first update.
     """
     budget = {
         "tokens_per_batch": options.tokens_per_batch,

@@ -1,4 +1,4 @@
-"""The text that training options name: which kind of source it is, and whether it can be used."""
+"""Opens and checks the training and validation text that the options name."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from vanilla_transformer.training.options import TrainingOptions
 
 
 def open_texts(options: TrainingOptions) -> tuple[PairSource, PairSource | None]:
-    """Training and validation text, not read yet.
+    """Open training and validation text without reading it.
 
     Args:
         options: Training options.
@@ -34,7 +34,7 @@ def open_texts(options: TrainingOptions) -> tuple[PairSource, PairSource | None]
 
 
 def check_texts(options: TrainingOptions) -> tuple[PairSource, PairSource | None]:
-    """Check the text before any work starts, which reads all of it.
+    """Check the text before any work starts; this reads all of it.
 
     Args:
         options: Training options.
@@ -43,7 +43,7 @@ def check_texts(options: TrainingOptions) -> tuple[PairSource, PairSource | None
         As `open_texts`.
 
     Raises:
-        UserError: Text is missing, empty or of another length than its partner, or languages are exchanged.
+        UserError: Text is missing or empty, parallel files differ in length, or languages are exchanged.
     """
     train, valid = open_texts(options)
     for text in (train, valid):
@@ -67,19 +67,21 @@ def _open_text(options: TrainingOptions, files: tuple[Path, ...], split: str | N
         if suffix in (".jsonl", ".tmx") and len(files) > 1:
             raise UserError(f"{path} holds both sides of its pairs; give it alone.")
         if suffix in (".jsonl", ".tmx") and options.tsv_columns is not None:
-            raise UserError(f"--tsv_columns was given with {path}, which is not tab-separated; leave it out.")
+            raise UserError(f"`tsv_columns` was given with {path}, which is not tab-separated; leave it out.")
     if formats == [".jsonl"]:
         return JsonLines(files, fields)
     if formats == [".tmx"]:
         if options.language_column is not None:
-            raise UserError(f"--language_column was given with {files[0]}; a TMX file has --target_language only.")
+            raise UserError(f"`language_column` was given with {files[0]}; a TMX file has `target_language` only.")
         if None in languages:
-            raise UserError(f"{files[0]} holds several languages; name two with --source_language, --target_language.")
+            raise UserError(
+                f"{files[0]} holds several languages; choose two with `source_language` and `target_language`."
+            )
         return TranslationMemory(files, languages)
     if options.pair_keys is not None:
-        raise UserError(f"--pair_keys was given with {files[0]}; it applies to JSON lines (.jsonl) and data sets.")
+        raise UserError(f"`pair_keys` was given with {files[0]}; it applies to JSON lines (.jsonl) and data sets.")
     column = options.language_column
-    # Python reads no numbers of thousands of digits.
+    # `int` refuses numbers of thousands of digits.
     if column is not None and not (column.isdecimal() and len(column) < 10):
-        raise UserError(f"--language_column is {column}; in a tab-separated file it is the number of a column.")
+        raise UserError(f"`language_column` is {column}; in a tab-separated file it is the number of a column.")
     return ParallelText(files, options.tsv_columns, None if column is None else int(column))

@@ -35,7 +35,7 @@ from .warm_start import check_vocabulary, starting_configuration, starting_folde
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """What a training run reads: a vocabulary and encoded text; `valid` is `None` without validation text."""
+    """The vocabulary and the encoded text of a training run; `valid` is `None` without validation text."""
 
     tokenizer: PreTrainedTokenizerBase
     train: EncodedCorpus | DropoutCorpus | StreamCorpus
@@ -43,25 +43,25 @@ class PreparedData:
 
 
 def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = False) -> PreparedData:
-    """Train or load the vocabulary, and encode the text; what an earlier call left in `cache_dir` is used again.
+    """Train or load the vocabulary and encode the text, or reuse the results of an earlier call in `cache_dir`.
 
     Args:
-        options: Training options, whose text `check_texts` has passed.
-        cache_dir: Folder that keeps the vocabulary and the encoded text.
+        options: Training options; `check_texts` has accepted their text.
+        cache_dir: Folder for the vocabulary and the encoded text.
         show_progress: Whether to draw progress bars.
 
     Returns:
         Vocabulary and encoded text.
 
     Raises:
-        UserError: The text, the vocabulary's size, the hyper-parameters or the folder is not usable.
+        UserError: The text, the size of the vocabulary, the hyper-parameters or the folder cannot be used.
     """
     check_decodable(cache_dir)
     check_writable(cache_dir, "the encoded text")
     train_text, valid_text = open_texts(options)
     start = starting_folder(options)
     if start is None:
-        # Before the minutes that a vocabulary takes; a given one may be as small as this.
+        # Checked before the vocabulary is trained, which takes minutes; a given tokenizer may have the smallest size.
         size = SMALLEST_VOCABULARY if options.tokenizer is not None else max(options.vocab_size, SMALLEST_VOCABULARY)
         check_size(_configuration(options, size))
     if options.tokenizer is not None or start is not None:
@@ -69,7 +69,7 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
         if options.language_tags and not getattr(tokenizer, "language_tags", None):
             raise UserError(
                 f"The tokenizer in {options.tokenizer or start} has no language tags; train the vocabulary with "
-                "--language_tags, or leave them out."
+                "`language_tags`, or leave them out."
             )
     else:
         tokenizer = train_vocabulary(train_text, options, cache_dir)
@@ -97,9 +97,9 @@ def prepare(options: TrainingOptions, cache_dir: Path, *, show_progress: bool = 
     if valid_text is not None:
         valid = encode(valid_text, tokenizer, cache_dir, **encoding, **handling)
     if options.language_tags and options.target_language is not None:
-        # What is translated later gets the tag that the training text had.
+        # Sources to translate later get the same tag as the training text.
         tokenizer.tgt_lang = options.target_language
-    # What is longer was never seen in training.
+    # Longer texts were never seen in training.
     tokenizer.model_max_length = options.max_length
     return PreparedData(tokenizer, train, valid)
 
@@ -114,7 +114,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         The tokenizer.
 
     Raises:
-        UserError: The folder holds no tokenizer, or one that lacks a token that translation needs.
+        UserError: The folder holds no tokenizer, or the tokenizer lacks a token that translation needs.
     """
     if not (folder / "tokenizer.json").is_file():
         raise UserError(
@@ -122,7 +122,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     tokenizer = loading.load_tokenizer(folder)
     if getattr(tokenizer, "tgt_lang", None) is not None:
-        # The encoding puts the tags in front, one for each pair.
+        # `PairEncoder` adds the tag of each pair.
         tokenizer.tgt_lang = None
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(tokenizer, name) is None:
@@ -133,7 +133,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def model_configuration(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase) -> VanillaTransformerConfig:
-    """The configuration of the model that the options describe.
+    """Build the configuration that the options describe.
 
     Args:
         options: Training options.
@@ -166,7 +166,7 @@ def _configuration(options: TrainingOptions, vocab_size: int, **special_tokens: 
 
 
 def check_positions(config: VanillaTransformerConfig, options: TrainingOptions) -> None:
-    """Refuse learned positions that are fewer than a sentence may have tokens.
+    """Refuse fewer learned positions than `max_length`.
 
     Args:
         config: Configuration of the model.
@@ -177,24 +177,24 @@ def check_positions(config: VanillaTransformerConfig, options: TrainingOptions) 
     """
     if config.position_embedding_type == "learned" and config.max_position_embeddings < options.max_length:
         raise UserError(
-            f"--max_position_embeddings is {config.max_position_embeddings}, but sentences may have --max_length "
-            f"{options.max_length} tokens; raise the one or lower the other."
+            f"`max_position_embeddings` is {config.max_position_embeddings}, but sentences may have `max_length` "
+            f"{options.max_length} tokens; raise the first or lower the second."
         )
 
 
 def train_vocabulary(text: PairSource, options: TrainingOptions, cache_dir: Path) -> VanillaTransformerTokenizer:
-    """Train the vocabulary that the options describe, or load what an earlier call left.
+    """Train the vocabulary that the options describe, or load the one that an earlier call trained.
 
     Args:
         text: Training text.
         options: Training options.
-        cache_dir: Folder that keeps the vocabulary.
+        cache_dir: Folder for the vocabulary.
 
     Returns:
         The tokenizer.
 
     Raises:
-        UserError: The vocabulary's size is not usable, or a pair that is refused.
+        UserError: The size of the vocabulary cannot be used, or a pair is refused.
     """
     choices = [options.vocab_size, options.min_frequency, options.vocabulary_pairs]
     languages = _target_languages(text, options) if options.language_tags else []
@@ -226,7 +226,7 @@ def _learn_vocabulary(text: PairSource, options: TrainingOptions, languages: lis
     except ValueError as error:
         if isinstance(error, UserError):
             raise
-        # What was dropped may be the reason.
+        # Dropped pairs may be the reason.
         if num_texts == 0 and rejections.counts:
             raise nothing_usable(text, rejections.counts.total(), rejections) from error
         told = f"Of the training text, {rejections.summary()}. Of the rest: " if rejections.counts else ""

@@ -13,7 +13,7 @@ from vanilla_transformer.training.options import TrainingOptions
 from vanilla_transformer.training.records.checkpoints import newest_sound
 
 
-# Hyper-parameters that are not part of the weights' meaning: a new run may choose them anew.
+# Hyper-parameters that a new run may change, because the weights do not depend on them.
 _FREE = ("dropout", "attention_dropout", "activation_dropout")
 
 
@@ -24,8 +24,8 @@ def starting_folder(options: TrainingOptions) -> Path | None:
         options: Training options.
 
     Returns:
-        `None` without `init_from`; its folder, fetched if it is a name on the Hub; and when the run is resumed the
-        newest sound checkpoint, so that the other model need not be there any longer.
+        `None` without `init_from`, else the folder of that model, downloaded if it is a name on the Hub. A resumed run
+        uses its newest sound checkpoint instead, so that the other model is not needed any more.
 
     Raises:
         UserError: There is no such model.
@@ -39,13 +39,15 @@ def starting_folder(options: TrainingOptions) -> Path | None:
         try:
             folder = Path(snapshot_download(options.init_from, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
+            # Names in backticks are read as our caller's arguments; these are the Hub client's.
+            reason = " ".join(str(error).split()).replace("`", "'")
             raise UserError(
-                f"--init_from {options.init_from} is neither a folder nor a model on the Hub that can be reached "
-                f"({' '.join(str(error).split())}); correct it."
+                f"`init_from` is {options.init_from}, neither a folder nor a model on the Hub that can be reached "
+                f"({reason}); correct it."
             ) from error
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"--init_from {folder} holds no config.json; give a folder that train or save_pretrained wrote."
+            f"`init_from` is {folder}, which holds no config.json; give a folder that train or save_pretrained wrote."
         )
     return folder
 
@@ -66,11 +68,11 @@ def starting_configuration(options: TrainingOptions, folder: Path) -> VanillaTra
     config = load_config(folder)
     if not isinstance(config, VanillaTransformerConfig):
         raise UserError(
-            f"--init_from {folder} is a model of type {config.model_type}; it must be a "
+            f"`init_from` is {folder}, a model of type {config.model_type}; it must be a "
             f"{VanillaTransformerConfig.model_type}."
         )
     if config.decoder_start_token_id is None:
-        raise UserError(f"The model of --init_from {folder} has no decoder_start_token_id; use one that defines it.")
+        raise UserError(f"The model of `init_from` {folder} has no decoder_start_token_id; use one that defines it.")
     wanted = options.model_settings()
     different = [
         f"{name} ({getattr(config, name)!r} there, {value!r} in the options)"
@@ -79,7 +81,7 @@ def starting_configuration(options: TrainingOptions, folder: Path) -> VanillaTra
     ]
     if different:
         raise UserError(
-            f"The model of --init_from {folder} and the options differ in {', '.join(different)}; leave these options "
+            f"The model of `init_from` {folder} and the options differ in {', '.join(different)}; leave these options "
             "out, for the architecture comes from the model."
         )
     config = copy.deepcopy(config)
@@ -90,7 +92,7 @@ def starting_configuration(options: TrainingOptions, folder: Path) -> VanillaTra
 
 
 def check_vocabulary(config: VanillaTransformerConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a vocabulary that the model's embeddings do not fit.
+    """Refuse a vocabulary that does not fit the model's embeddings.
 
     Args:
         config: Configuration of the model.
@@ -111,6 +113,6 @@ def check_vocabulary(config: VanillaTransformerConfig, tokenizer: PreTrainedToke
     ]
     if different:
         raise UserError(
-            f"The model of --init_from {folder} and the vocabulary differ in {', '.join(different)}; leave "
-            "--tokenizer out to use the model's own, or give one that fits."
+            f"The model of `init_from` {folder} and the vocabulary differ in {', '.join(different)}; leave "
+            "`tokenizer` out to use the model's own, or give one that fits."
         )

@@ -15,15 +15,15 @@ from vanilla_transformer.loading import WEIGHTS, architecture_of, load_config
 from .checkpoints import EMA_WEIGHTS
 
 
-# What a model's folder holds beside the weights; the newest checkpoint's copies accompany the mean.
+# The other files of a model folder; they are copied from the newest checkpoint.
 COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def average_checkpoints(checkpoints: Sequence[Path], output_dir: Path) -> None:
     """Write the mean of the checkpoints' weights as a model folder that `from_pretrained` loads.
 
-    Of checkpoints that hold a moving average of the weights, that is what counts. Tied weights are one tensor in a
-    checkpoint, and so in the mean. Sums are formed in float64.
+    If the checkpoints hold moving averages of the weights, these are averaged. Tied weights are one tensor in the
+    checkpoints and in the mean. Sums are computed in float64.
 
     Args:
         checkpoints: Model folders of one architecture, oldest first; at least one.
@@ -93,7 +93,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_same_function(checkpoint: Path, first: Path) -> None:
-    """Refuse weights of like shapes that are not of one kind of model, such as of other numbers of heads."""
+    """Refuse weights of equal shapes but different architectures, such as other numbers of heads."""
     here, there = (architecture_of(load_config(folder)) for folder in (checkpoint, first))
     different = sorted(
         name

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: written aside, digested, renamed; verified before they are used.
+"""Checkpoints, written whole or not at all: written aside, digested, renamed; verified before use.
 
 A checkpoint is a folder `update-00001000` that `from_pretrained` loads, with the optimiser's state beside the model:
 
@@ -28,7 +28,7 @@ from .tensors import part_for, whole
 # Where a checkpoint keeps the moving average of the weights.
 EMA_WEIGHTS = "ema.safetensors"
 _NAME = re.compile(r"update-(\d+)")
-# What a run is resumed from; a manifest that leaves one of these out vouches for nothing.
+# Files that resuming needs; a manifest without one of them is not valid.
 _NEEDED = ("config.json", "model.safetensors", "optimizer.safetensors", "training_state.json")
 # Beginning of the name of a checkpoint while another one of the same update takes its place.
 _REPLACED = "replaced-"
@@ -85,7 +85,7 @@ def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -
         _remove(partial)
         _put_back(folder)
         if not any(folder.iterdir()):
-            # An empty folder of checkpoints would pass for a run.
+            # An empty folder of checkpoints would look like a run.
             folder.rmdir()
         raise
     return final
@@ -138,7 +138,7 @@ def newest_sound(folder: Path, report: Callable[[str], None]) -> Path | None:
     checkpoints = list_checkpoints(folder)
     sound = last_sound(checkpoints, 1, report)
     if checkpoints and not sound:
-        raise UserError(f"Every checkpoint in {folder} is damaged; start again in another --output_dir.")
+        raise UserError(f"Every checkpoint in {folder} is damaged; start again in another `output_dir`.")
     return sound[0] if sound else None
 
 
@@ -166,9 +166,9 @@ def last_sound(checkpoints: Sequence[Path], count: int, report: Callable[[str], 
 
 
 def last_checkpoints(folder: Path) -> list[Path]:
-    """The newest checkpoint and all that the schedule of saving has, oldest first.
+    """The newest checkpoint and all that were saved on schedule (`save_every`), oldest first.
 
-    Others were written because the run was stopped there or was at its best; a longer run does not have them here.
+    The other checkpoints were written because the run stopped or reached its best score there.
     """
     checkpoints = list_checkpoints(folder)
     return [path for path in checkpoints if path == checkpoints[-1] or not _is_out_of_schedule(path)]
@@ -177,8 +177,8 @@ def last_checkpoints(folder: Path) -> list[Path]:
 def checkpoints_of_mean(folder: Path, count: int, report: Callable[[str], None]) -> list[Path]:
     """The checkpoints whose mean is the model of a run.
 
-    They are the last sound ones; those that were written because the run was stopped there or was at its best do not
-    count, unless it is the newest.
+    These are the last sound checkpoints. Checkpoints that were written only because the run stopped or reached its
+    best score do not count, except for the newest.
 
     Args:
         folder: Folder of the checkpoints.
@@ -214,7 +214,7 @@ def discard(checkpoints: Iterable[Path]) -> None:
         checkpoints: Folders of the checkpoints.
     """
     for checkpoint in checkpoints:
-        # Renamed first, so that a checkpoint never stands there half deleted.
+        # Renamed first, so that no half-deleted checkpoint has the name of a checkpoint.
         doomed = _partial(checkpoint)
         _remove(doomed)
         if rename_unless_read(checkpoint, doomed):

@@ -1,4 +1,4 @@
-"""The run's measurements as JSON lines, one record a line, each exactly once however often the run is resumed."""
+"""The measurements of a run as JSON Lines; each record occurs exactly once, even if the run is resumed."""
 
 import json
 import time
@@ -18,9 +18,9 @@ class Journal:
 
     Args:
         path: File of JSON lines, each with the number of its optimiser step under `update`.
-        last_update: Records beyond this step are dropped: the run that wrote them stopped before it saved its state.
-        last_validation: Likewise for validations, of which the last step's may not be part of the saved state.
-        on_record: Receives every record, those that are kept too.
+        last_update: Records after this step are dropped, because the run stopped before it saved that state.
+        last_validation: The same limit for validations; the saved state may not include the last step's validation.
+        on_record: Receives every record, including the existing ones that are kept.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Journal:
             self._on_record(record)
 
     def sync(self) -> None:
-        """Have all records on the disk, as a checkpoint that says that they were written must have it."""
+        """Flush all records to the disk, before a checkpoint is written that counts on them."""
         sync(self.path)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a journal; lines that were cut off, and so are not JSON, are left out.
+    """All complete records of a journal; truncated lines, which are not JSON, are left out.
 
     Args:
         path: The journal.
@@ -101,7 +101,7 @@ def _is_record(record: object) -> bool:
 
 
 def validation_line(update: int, record: dict[str, float]) -> str:
-    """Say what a validation gave."""
+    """The scores of a validation as one line of text."""
     scores = ", ".join(f"{name} {value:.2f}" for name, value in record.items() if name != "loss")
     return f"Update {update:,}: validation loss {record['loss']:.4f}, {scores}"
 
@@ -132,7 +132,7 @@ class Window:
         self._started = now
 
     def state(self) -> dict[str, Any]:
-        """The sums, as JSON holds them."""
+        """The sums, in JSON values."""
         return {
             "updates": self.updates,
             "sums": self.sums.tolist(),
@@ -144,9 +144,9 @@ class Window:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take the sums that `state` told, so that the next record covers as many updates as it would have."""
+        """Restore the sums from `state`, as if the run had not been interrupted."""
         vars(self).update(state, sums=torch.tensor(state["sums"], dtype=torch.float64))
 
     def restart_clock(self) -> None:
-        """Leave out the time since the last update: validation and saving are not training."""
+        """Do not count the time since the last update, which validation and saving took."""
         self._started = time.perf_counter()

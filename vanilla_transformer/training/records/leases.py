@@ -40,7 +40,7 @@ def training_in(folder: Path) -> Iterator[None]:
             is_ours = True
         if not is_ours:
             raise UserError(
-                f"Another process trains in {folder} already; wait for its end, or name another --output_dir."
+                f"Another process trains in {folder} already; wait for its end, or name another `output_dir`."
             )
         yield
 

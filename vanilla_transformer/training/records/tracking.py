@@ -19,22 +19,22 @@ _PROJECT = "vanilla-transformer"
 
 
 class Trackers:
-    """Trackers of a run, on its main process. One that fails is reported and left; the run goes on.
+    """Trackers of a run, on its main process. A tracker that fails is reported and dropped; the run goes on.
 
-    What a tracker got cannot be taken back, while a run that was killed repeats what it did since its checkpoint. So
-    `trackers.json` keeps the identity of the run and which records each tracker got last; these are not sent again.
+    Records cannot be taken back from a tracker, but a killed run repeats its work since the last checkpoint. So
+    `trackers.json` stores the id of the run and the last records that each tracker got; these are not sent again.
 
     Args:
         names: Trackers, of `configuration.TRACKERS`.
         folder: Folder of the run; TensorBoard's files go to `tensorboard` in it.
         options: The run's options, as values that JSON holds.
-        resume: Whether the run goes on, and its trackers with it.
+        resume: Whether the run, and with it its trackers, continues.
     """
 
     def __init__(self, names: tuple[str, ...], folder: Path, options: dict[str, Any], *, resume: bool):
         self._path = folder / "trackers.json"
         if not resume:
-            # What a run left that was never saved.
+            # Left by a run that never saved a checkpoint.
             self._path.unlink(missing_ok=True)
             shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         self._state = {"run": uuid.uuid4().hex, "latest": {}}
@@ -45,7 +45,7 @@ class Trackers:
             self._attempt(name, lambda name=name: self._start(name, folder, options))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Send a record of the journal to every tracker that has not had it.
+        """Send a record of the journal to every tracker that has not got it yet.
 
         Args:
             record: Its `kind` and `update`, and named numbers.
@@ -60,12 +60,12 @@ class Trackers:
             latest = self._state["latest"][name]
             if update > latest.get(kind, 0):
                 latest[kind] = update
-                # Noted before it is sent: a point that is missing is better than one that is there twice.
+                # Noted before it is sent: a missing point is better than a duplicate one.
                 self._write_state()
                 self._attempt(name, lambda tracker=tracker: tracker.log(values, step=update))
 
     def finish(self) -> None:
-        """Send what is still under way, and close."""
+        """Flush and close all trackers."""
         for name, tracker in list(self._trackers.items()):
             self._attempt(name, tracker.finish)
 
@@ -84,7 +84,7 @@ class Trackers:
         if name != "tensorboard":
             tracker.store_init_configuration(options)
         elif not known:
-            # Its hyper-parameters would open another run in a folder of its own at every start.
+            # Logged as text, because TensorBoard's hyper-parameters open a new run folder at every start.
             tracker.log({"options": f"```\n{yaml.safe_dump(options, sort_keys=False)}```"}, step=0)
         self._trackers[name] = tracker
 
@@ -94,7 +94,7 @@ class Trackers:
         except Exception as error:
             self._trackers.pop(name, None)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"--trackers {name} failed ({reason}); the run goes on without it.", file=sys.stderr)
+            print(f"Tracker {name} failed ({reason}); the run goes on without it.", file=sys.stderr)
 
     def _write_state(self) -> None:
         with replacing(self._path) as aside:
