@@ -24,11 +24,11 @@ def check_side_by_side(name: str, number: int | None) -> None:
     if number is None:
         return
     if number < 1:
-        raise UserError(f"--{name} is {number}; it must be at least 1.")
+        raise UserError(f"`{name}` is {number}; it must be at least 1.")
     cores = os.cpu_count() or 1
     most = max(cores, _ALWAYS_ALLOWED)
     if number > most:
         raise UserError(
-            f"--{name} is {number}; it must be at most {most} on this machine, which has {cores} cores "
+            f"`{name}` is {number}; it must be at most {most} on this machine, which has {cores} cores "
             f"({_ALWAYS_ALLOWED} are allowed on any)."
         )

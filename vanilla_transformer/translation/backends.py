@@ -78,8 +78,8 @@ def make_backend(
         return SearchBackend(inner, pad_token_id, options, ModelDecoder(model, quantization=quantization))
     if options.sample or options.banned_tokens or options.rules == "transformers" or quantization is not None:
         raise UserError(
-            f"{type(inner).__name__} translates with its own `generate`, which takes no --sample, --rules, "
-            "--quantization and banned tokens here; leave them out."
+            f"{type(inner).__name__} translates with its own `generate`, which has no `sample`, `rules`, "
+            "`quantization` or banned tokens here; leave them out."
         )
     return GenerateBackend(inner, pad_token_id, options)
 

@@ -70,28 +70,28 @@ class SearchOptions:
             check_at_least(name, getattr(self, name), 0)
         for name, largest in _LARGEST.items():
             if getattr(self, name) is not None and getattr(self, name) > largest:
-                raise UserError(f"--{name} is {getattr(self, name)}; it must be at most {largest}.")
+                raise UserError(f"`{name}` is {getattr(self, name)}; it must be at most {largest}.")
         if self.seed >= 1 << 63:
-            raise UserError(f"--seed is {self.seed}; it must be below 2**63.")
+            raise UserError(f"`seed` is {self.seed}; it must be below 2**63.")
         # Beyond that, powers of lengths have no room in 32 bits.
         if not abs(self.length_penalty) <= 10.0:
-            raise UserError(f"--length_penalty is {self.length_penalty}; it must be a number from -10 to 10.")
+            raise UserError(f"`length_penalty` is {self.length_penalty}; it must be a number from -10 to 10.")
         if self.rules not in get_args(SearchRules):
-            raise UserError(f"--rules is {self.rules}; it must be one of {', '.join(get_args(SearchRules))}.")
+            raise UserError(f"`rules` is {self.rules}; it must be one of {', '.join(get_args(SearchRules))}.")
         if not 0.0 < self.temperature < math.inf:
-            raise UserError(f"--temperature is {self.temperature}; it must be above 0.")
+            raise UserError(f"`temperature` is {self.temperature}; it must be above 0.")
         if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"--top_p is {self.top_p}; it must be above 0 and at most 1.")
+            raise UserError(f"`top_p` is {self.top_p}; it must be above 0 and at most 1.")
         if self.sample and self.num_beams != 1:
-            raise UserError(f"--sample was given with --num_beams {self.num_beams}; samples need --num_beams 1.")
+            raise UserError(f"`num_beams` is {self.num_beams}, but `sample` draws without a beam; set `num_beams` to 1.")
         if not self.sample and self.num_hypotheses > self.num_beams:
             raise UserError(
-                f"--num_hypotheses is {self.num_hypotheses}; it must be at most --num_beams, {self.num_beams}."
+                f"`num_hypotheses` is {self.num_hypotheses}; it must be at most `num_beams`, {self.num_beams}."
             )
         if not self.sample:
             for name, unset in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
                 if getattr(self, name) != unset:
-                    raise UserError(f"--{name} was given without --sample; it applies to sampling only.")
+                    raise UserError(f"`{name}` was given without `sample`; it applies to sampling only.")
 
     def penalty(self, length):
         """What the log-probability of a translation is divided by.
@@ -118,7 +118,7 @@ def check_at_least(name: str, value: int | None, smallest: int) -> None:
         UserError: The value is smaller.
     """
     if value is not None and value < smallest:
-        raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
+        raise UserError(f"`{name}` is {value}; it must be at least {smallest}.")
 
 
 def check_characters(text: str, place: str) -> None:

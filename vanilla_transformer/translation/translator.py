@@ -347,7 +347,7 @@ class Translator:
             else:
                 raise UserError(
                     f"Text {start + index + 1:,} has {len(ids):,} tokens, and at most {limit:,} are translated; split "
-                    "the text, or have it split with --long_texts split."
+                    "the text, or have it split with `long_texts` split."
                 )
         return parts
 
@@ -408,7 +408,7 @@ def _check_device(device: str | torch.device) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"--device {device} cannot be used ({reason}); choose another, such as cpu.") from error
+        raise UserError(f"`device` {device} cannot be used ({reason}); choose another, such as cpu.") from error
 
 
 def _speaking(tokenizer: PreTrainedTokenizerBase, language: str | None) -> PreTrainedTokenizerBase:
@@ -418,12 +418,12 @@ def _speaking(tokenizer: PreTrainedTokenizerBase, language: str | None) -> PreTr
         if known and tokenizer.tgt_lang is None:
             raise UserError(
                 f"The model was trained for several target languages; name one of {', '.join(known)} with "
-                "--target_language."
+                "`target_language`."
             )
         return tokenizer
     if language not in known:
         listed = f"has tags for {', '.join(known)}" if known else "has no language tags"
-        raise UserError(f"--target_language is {language}, but the vocabulary {listed}; correct it or leave it out.")
+        raise UserError(f"`target_language` is {language}, but the vocabulary {listed}; correct it or leave it out.")
     tokenizer = deepcopy(tokenizer)
     tokenizer.tgt_lang = language
     return tokenizer

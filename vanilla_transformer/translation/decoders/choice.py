@@ -103,7 +103,7 @@ def make_plain_decoder(
         UserError: A quantisation was asked for.
     """
     if quantization is not None:
-        raise UserError(f"--quantization {quantization} is not possible here, because {reason}; leave it out.")
+        raise UserError(f"`quantization` {quantization} is not possible here, because {reason}; leave it out.")
     return PlainDecoder(model)
 
 
@@ -132,7 +132,7 @@ def make_fast_decoder(
             return NativeDecoder(model, precision="int8")
         if model.device.type == "cpu" and can_pack("int8"):
             return PackedDecoder(model, dtype=torch.float32, packing="int8")
-        raise UserError(f"--quantization {quantization} is not possible here, because {reason}; leave it out.")
+        raise UserError(f"`quantization` {quantization} is not possible here, because {reason}; leave it out.")
     if model.device.type != "cpu" or model.dtype == torch.float64:
         return PackedDecoder(model, dtype=model.dtype)
     if model.dtype == torch.bfloat16:

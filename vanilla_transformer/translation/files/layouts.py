@@ -61,12 +61,12 @@ class Layout:
             columns = line.split("\t")
             if len(columns) < self.column and line:
                 raise UserError(
-                    f"{place}, has {len(columns)} columns, and --column is {self.column}; correct one of the two."
+                    f"{place}, has {len(columns)} columns, and `column` is {self.column}; correct one of the two."
                 )
             return columns[self.column - 1] if line else ""
         text = self._object(line, place).get(self.key)
         if not isinstance(text, str):
-            raise UserError(f"{place}, has no text under {self.key!r}; name its key with --key.")
+            raise UserError(f"{place}, has no text under {self.key!r}; name its key with `key`.")
         check_characters(text, place)
         return " ".join(text.splitlines())
 

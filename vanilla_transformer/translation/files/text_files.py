@@ -196,7 +196,7 @@ def check_partial(target: Path, *, resume: bool) -> None:
     if _holds_lines(partial):
         if not resume:
             raise UserError(
-                f"{partial} holds what an interrupted translation left; continue it with --resume, or delete it."
+                f"{partial} holds what an interrupted translation left; continue it with `resume`, or delete it."
             )
         if _read_record(record) is None:
             raise UserError(f"{partial} cannot be continued, because {record} is missing or damaged; delete both.")
