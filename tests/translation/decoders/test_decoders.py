@@ -309,8 +309,8 @@ def test_a_compiler_that_fails_is_named(scrambled, monkeypatch, tmp_path):
 def test_what_is_compiled_is_kept(scrambled, fresh_library, monkeypatch):
     model = scrambled()
     make(PRECISE["native"], "native", model)
-    (library,) = (fresh_library / "vanilla_transformer" / "libraries").iterdir()
-    assert library.suffix == ".so"
+    (compiled,) = (fresh_library / "vanilla_transformer" / "libraries").iterdir()
+    assert compiled.suffix == ".so"
     incremental_decoder.load_library.cache_clear()
     monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
     assert why_not_native(model, "float32") is None
