@@ -199,7 +199,8 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, source, m
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     run(make_translator(), source, tmp_path / "target")
-    assert (tmp_path / "target").exists()
+    expected = make_translator().translate(source.read_text(encoding="utf-8").splitlines())
+    assert (tmp_path / "target").read_text(encoding="utf-8").splitlines() == expected
 
 
 def test_one_line_of_output_for_each_line_of_input_in_every_layout(tmp_path, sentences, make_translator):
