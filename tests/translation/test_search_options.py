@@ -47,7 +47,7 @@ def test_numbers_below_the_smallest_are_refused(name, smallest):
         ({"seed": 1 << 63}, f"`seed` is {1 << 63}; it must be below 2**63."),
         ({"top_p": 0.0}, "`top_p` is 0.0; it must be above 0 and at most 1."),
         ({"top_p": 1.1}, "`top_p` is 1.1; it must be above 0 and at most 1."),
-        ({"sample": True}, "`num_beams` is 4, but `sample` draws without a beam; set `num_beams` to 1."),
+        ({"sample": True}, "`num_beams` is 4, but `sample` needs `num_beams` 1."),
         ({"num_hypotheses": 5}, "`num_hypotheses` is 5; it must be at most `num_beams`, 4."),
         ({"top_k": 3}, "`top_k` was given without `sample`; it applies to sampling only."),
     ],

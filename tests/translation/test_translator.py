@@ -354,7 +354,7 @@ def test_the_tag_of_a_language_begins_the_source(model, echo):
     tokenizer = VanillaTransformerTokenizer.train_from_iterator(
         ["a b c"], 263, min_frequency=1, languages=["de", "fr"]
     )
-    with pytest.raises(UserError, match=r"^The model was trained for several target languages; name one of de, fr"):
+    with pytest.raises(UserError, match=r"for several target languages; set `target_language` to one of de, fr\.$"):
         Translator(model, tokenizer)
     with pytest.raises(UserError, match=r"^`target_language` is es, but the vocabulary has tags for de, fr;"):
         Translator(model, tokenizer, target_language="es")
