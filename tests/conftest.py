@@ -14,6 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say aloud what skipped tests leave untested."""
+    skipped = {report.nodeid.split("::")[0] for report in terminalreporter.stats.get("skipped", ())}
+    if any(path.endswith("visualization/test_in_browser.py") for path in skipped):
+        line = "THE PAGES WERE NOT TESTED: there is no Chromium here (Debian and Ubuntu: apt install chromium)."
+        terminalreporter.write_line(line, yellow=True, bold=True)
+
+
 @pytest.fixture
 def ordinary_user():
     """A context without root's rights, whom permissions do not bind."""

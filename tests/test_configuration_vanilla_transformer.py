@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import fields
 
@@ -162,6 +163,61 @@ def test_ids_lie_in_the_vocabularies_that_look_them_up():
 def test_a_wrong_type_names_the_field(name, value):
     with pytest.raises(StrictDataclassFieldValidationError, match=f"'{name}'"):
         VanillaTransformerConfig(**{name: value})
+
+
+ODD_VALUES = [
+    None, True, -1, 2**31, 10**30, 0.5, 1e308, float("nan"), float("inf"), float("-inf"), "", "512", [], [None],
+    [True], [2.0], ["a"], [[2]], {}, {"a": 1}, b"x", 1j, float,
+]  # fmt: skip
+# Names that are not fields, and what they may hold.
+ALIASES = {"hidden_size": "d_model", "num_attention_heads": "encoder_attention_heads"}
+ALIASES |= {"num_hidden_layers": "encoder_layers", "torch_dtype": "dtype"}
+OWN = [field.name for field in fields(VanillaTransformerConfig) if field.name in vars(VanillaTransformerConfig)]
+
+
+@pytest.mark.parametrize("name", [*OWN, "dtype", "id2label", "num_labels", *ALIASES])
+def test_odd_values_are_accepted_and_saved_or_refused_with_their_name(name, tmp_path):
+    for value in ODD_VALUES:
+        try:
+            config = VanillaTransformerConfig(**{name: value})
+        except (ValueError, StrictDataclassFieldValidationError, StrictDataclassClassValidationError) as error:
+            said = str(error if isinstance(error, ValueError) else error.__cause__ or error)
+            assert name in str(error) or ALIASES.get(name, name) in said, (value, error)
+        else:
+            config.save_pretrained(tmp_path)
+            again = VanillaTransformerConfig.from_pretrained(tmp_path)
+            assert again.to_dict() == config.to_dict(), value
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"num_labels": 10**9},
+            "`num_labels` is 1000000000; it must be a whole number, at least 1 and at most 1048576",
+        ),
+        ({"num_labels": True}, "`num_labels` is True"),
+        ({"dtype": "float99"}, "`dtype` is 'float99'; it must be the name of a type of torch"),
+    ],
+)
+def test_odd_values_of_every_configuration_are_refused_in_one_sentence(values, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        VanillaTransformerConfig(**values)
+
+
+def test_a_configuration_of_an_older_version_loads(tmp_path):
+    """One as this package wrote it, with the names that transformers has dropped since."""
+    old = {
+        "model_type": "vanilla_transformer", "architectures": ["VanillaTransformerForConditionalGeneration"],
+        "vocab_size": 300, "decoder_vocab_size": 300, "d_model": 64, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_layers": 1, "decoder_layers": 1, "torch_dtype": "float32",
+        "dropout": 0, "layer_norm_eps": 1e-6, "init_std": None, "d_k": None, "eos_token_id": 2,
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+        "transformers_version": "5.17.0",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(old), encoding="utf-8")
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.d_model, config.num_labels, config.dtype) == (64, 2, torch.float32)
 
 
 def test_json_round_trip(tmp_path):

@@ -75,6 +75,8 @@ def test_the_wheel_holds_what_is_needed_and_nothing_else(wheel):
     needed |= {f"vanilla_transformer/recipes/{name}.yaml" for name in ("base", "big", "multi30k", "quickstart")}
     needed |= {f"vanilla_transformer/quickstart/sample/{split}.{side}" for split in SPLITS for side in ("en", "de")}
     package = ROOT / "vanilla_transformer"
+    assets = package / "visualization" / "assets"
+    needed |= {path.relative_to(ROOT).as_posix() for path in assets.iterdir()}
     needed |= {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
     assert needed <= names
     assert f"{information}/licenses/LICENSE" in names

@@ -3,18 +3,33 @@ import re
 import shlex
 import tomllib
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
+import vanilla_transformer
 from vanilla_transformer.cli import VERBS
 from vanilla_transformer.cli.options import parse
 
 
 ROOT = Path(__file__).parents[1]
+# README and the pages that it leads to; the cards are rendered, and tested beside what renders them.
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "model_cards" / "README.md",
+    *sorted((ROOT / "scripts").rglob("README.md")),
+    *sorted((ROOT / "vanilla_transformer").rglob("README.md")),
+)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+BLOCKS = [
+    block
+    for text in TEXTS.values()
+    for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+]
+HEADING = re.compile(r"^#+ (.*)$", flags=re.MULTILINE)
 LAUNCHED = {"scripts/train.py": "train", "scripts/evaluate.py": "evaluate"}
 
 
@@ -47,7 +62,11 @@ def calls_of(words: list[str]) -> list[str] | None:
 
 SHELL = [words for language, text in BLOCKS if language == "sh" for words in commands_of(text)]
 # Commands in running text and tables, too.
-INLINE = [shlex.split(text) for text in re.findall(r"`([^`\n]*\bvanilla-transformer [^`\n]*)`", README)]
+INLINE = [
+    shlex.split(words)
+    for text in TEXTS.values()
+    for words in re.findall(r"`([^`\n]*\bvanilla-transformer [^`\n]*)`", text)
+]
 CALLS = [call for words in [*SHELL, *INLINE] if (call := calls_of(words))]
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 
@@ -73,13 +92,15 @@ def test_the_commands_are_found():
 @pytest.mark.parametrize("call", CALLS, ids=" ".join)
 def test_every_command_parses(call):
     verb, *arguments = call
-    if verb == "VERB":
-        assert arguments == ["--help"]
+    if verb in ("--help", "VERB"):
+        assert arguments in ([], ["--help"])
         return
     assert verb in VERBS
+    if arguments == ["--help"]:
+        return
     module = import_module(f"vanilla_transformer.cli.{verb}")
     options = parse(module.OPTIONS, arguments, prog=verb, summary="")
-    assert isinstance(options, module.OPTIONS)
+    assert isinstance(options, module.OPTIONS[arguments[0]] if isinstance(module.OPTIONS, dict) else module.OPTIONS)
 
 
 def test_both_commands_of_the_set_up_use_the_constraints_and_what_they_install():
@@ -113,11 +134,47 @@ def test_the_python_blocks_compile_and_import_what_exists():
                 assert all(hasattr(module, alias.name) for alias in node.names), node.module
 
 
-def test_files_that_are_named_exist():
-    for target in re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", README):
-        assert (ROOT / target).exists(), target
-    for name in re.findall(r"`((?:vanilla_transformer|tests|scripts)/[\w./-]+)`", README):
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_that_are_named_exist(page):
+    text = TEXTS[page]
+    for target in re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+    for name in re.findall(r"`((?:vanilla_transformer|tests|scripts)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_reached_from_readme():
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        for target in re.findall(r"\]\((?!https?://|#)([^)\s]+\.md)\)", TEXTS.get(page, "")):
+            found = ((ROOT / page).parent / target).resolve().relative_to(ROOT).as_posix()
+            if found not in reached:
+                waiting.append(found)
+    assert set(TEXTS) <= reached
+
+
+def test_links_within_a_page_lead_to_its_headings():
+    for page, text in TEXTS.items():
+        headings = {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in HEADING.findall(text)}
+        assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings, page
+
+
+def test_readme_is_read_in_two_minutes():
+    # 240 words a minute; commands, the table of figures and the citation are not read word by word.
+    words = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL).split()
+    assert len(words) < 2 * 240 + 120
+
+
+def test_the_reference_is_that_of_the_docstrings():
+    path = ROOT / "scripts" / "reference.py"
+    spec = spec_from_file_location(path.stem, path)
+    reference = module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    text = TEXTS["vanilla_transformer/README.md"]
+    assert reference.page(text) == text, "run python scripts/reference.py"
+    assert all(f"### `{name}`\n" in text for name in vanilla_transformer.__all__)
 
 
 def test_the_constraints_pin_every_requirement_exactly():

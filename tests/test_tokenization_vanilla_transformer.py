@@ -8,7 +8,7 @@ import unicodedata
 import weakref
 
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerTokenizer
@@ -199,22 +199,38 @@ def test_special_tokens_in_text_can_be_asked_for(tokenizer):
     assert tokenizer("a</s>b")["input_ids"].count(EOS) == 1
 
 
-def test_masks_and_added_tokens_are_found_in_texts_and_what_steers_the_model_is_not(trained, tmp_path):
-    text = "a</s> <mask> <ph> <nh><pad> b"
-    size = len(trained)
-    trained.add_tokens(["<nh>"])
-    trained.add_special_tokens({"extra_special_tokens": ["<ph>"]})
+ADDING = {
+    "add_tokens": lambda tokenizer: tokenizer.add_tokens("<ph>"),
+    "add_tokens, special": lambda tokenizer: tokenizer.add_tokens(["<ph>"], special_tokens=True),
+    "AddedToken": lambda tokenizer: tokenizer.add_tokens([AddedToken("<ph>", special=False)]),
+    "AddedToken, special": lambda tokenizer: tokenizer.add_tokens([AddedToken("<ph>", special=True)]),
+    "add_special_tokens": lambda tokenizer: tokenizer.add_special_tokens({"extra_special_tokens": ["<ph>"]}),
+}
+
+
+@pytest.mark.parametrize("way", ADDING)
+def test_masks_and_added_tokens_are_found_in_texts_and_what_steers_the_model_is_not(way, trained, tmp_path):
+    text = "a</s> <s><mask> <ph> x<ph>y <pad><unk> b"
+    added = len(trained)
+    ADDING[way](trained)
     trained.save_pretrained(tmp_path)
     expected = trained(text)["input_ids"]
     for tokenizer in (trained, AutoTokenizer.from_pretrained(tmp_path)):
         ids = tokenizer(text)["input_ids"]
         assert ids == expected
-        assert [index for index in ids if index < 5 or index >= size] == [MASK, size + 1, size, EOS]
+        assert [index for index in ids if index < 5 or index >= added] == [MASK, added, added, EOS]
         assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == ids[:-1]
         assert tokenizer([text, "b"], padding=True)["input_ids"][0] == ids
-        assert tokenizer(text, text)["input_ids"] == [*ids, *ids]
+        assert tokenizer(text, "<ph>")["input_ids"] == [*ids, added, EOS]
         assert tokenizer.decode(ids[:-1]) == text
-        assert tokenizer.decode(ids, skip_special_tokens=True) == text.replace("<ph>", "")
+
+
+@pytest.mark.parametrize("way", ADDING)
+def test_masks_do_not_decide_which_tokens_are_left_out(way, trained):
+    ADDING[way](trained)
+    without = trained.decode(trained("a <ph>b")["input_ids"], skip_special_tokens=True)
+    assert trained.decode(trained("<mask>a <ph>b")["input_ids"], skip_special_tokens=True) == "<mask>" + without
+    assert trained.decode(MASK, skip_special_tokens=True) == "<mask>"
 
 
 def test_lone_surrogates_are_a_type_error(tokenizer):

@@ -15,6 +15,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 # Sizes from here on are no sizes of a tensor that a machine has.
 _TOO_LARGE = 2**31
+# Every class gets a name, in memory and in `config.json`.
+_MOST_LABELS = 2**20
 
 
 @strict
@@ -137,8 +139,11 @@ class VanillaTransformerConfig(PreTrainedConfig):
             raise ValueError(f"`id2label` is {self.id2label!r}; it must map the numbers of classes to their names.")
         if kwargs.get("num_labels") is None:
             kwargs.pop("num_labels", None)
-        elif not _is_count(kwargs["num_labels"], at_least=1):
-            raise ValueError(f"`num_labels` is {kwargs['num_labels']!r}; it must be a whole number of at least 1.")
+        elif not (_is_count(kwargs["num_labels"], at_least=1) and kwargs["num_labels"] <= _MOST_LABELS):
+            raise ValueError(
+                f"`num_labels` is {kwargs['num_labels']!r}; it must be a whole number, at least 1 and at most "
+                f"{_MOST_LABELS}."
+            )
         # `get_text_config(decoder=True)` writes this value into `vocab_size`, which cannot be None.
         if self.decoder_vocab_size is None or self.share_encoder_decoder_embeddings:
             self.decoder_vocab_size = self.vocab_size

@@ -734,6 +734,14 @@ class VanillaTransformerBaseModel(VanillaTransformerPreTrainedModel):
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return dict(self._tied_weights_keys) if self.config.share_encoder_decoder_embeddings else {}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; whatever takes the place of `shared`, such as an adapter of PEFT, serves every stack."""
+        is_replaced = name == "shared" and name in self.__dict__.get("_modules", {})
+        super().__setattr__(name, value)
+        if is_replaced:
+            for stack in self._stacks:
+                getattr(self, stack).embed_tokens = value
+
     def get_input_embeddings(self) -> nn.Module:
         """Token embeddings of the first stack, which are the other's too unless their tie is undone."""
         if self.config.share_encoder_decoder_embeddings:
@@ -742,11 +750,10 @@ class VanillaTransformerBaseModel(VanillaTransformerPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the token embeddings: of all stacks where they are shared, else the first one's."""
-        getattr(self, self._stacks[0]).embed_tokens = value
         if self.config.share_encoder_decoder_embeddings:
             self.shared = value
-            for name in self._stacks:
-                getattr(self, name).embed_tokens = value
+        else:
+            getattr(self, self._stacks[0]).embed_tokens = value
 
 
 class VanillaTransformerModel(VanillaTransformerBaseModel):
@@ -778,10 +785,23 @@ class VanillaTransformerModel(VanillaTransformerBaseModel):
         Returns:
             The model, or with `output_loading_info` the model and what is to be said of the weights.
         """
-        if isinstance(config, VanillaTransformerConfig) and not config.is_encoder_decoder:
-            stack = VanillaTransformerDecoderModel if config.is_decoder else VanillaTransformerEncoderModel
-            return stack.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        kind = cls._kind_for(config)
+        if kind is not cls:
+            return kind.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> "VanillaTransformerBaseModel":
+        """Build a new model for `AutoModel.from_config`, of the class that `AutoModel.from_pretrained` loads."""
+        kind = cls._kind_for(config)
+        return super()._from_config(config, **kwargs) if kind is cls else kind._from_config(config, **kwargs)
+
+    @classmethod
+    def _kind_for(cls, config: object) -> "type[VanillaTransformerBaseModel]":
+        """The class with the stacks that a configuration is of."""
+        if not isinstance(config, VanillaTransformerConfig) or config.is_encoder_decoder:
+            return cls
+        return VanillaTransformerDecoderModel if config.is_decoder else VanillaTransformerEncoderModel
 
     @can_return_tuple
     def forward(
@@ -1069,10 +1089,14 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerLanguageModel
 
     def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Inputs of the next step of `generate`."""
-        mask = kwargs.get("decoder_attention_mask")
-        if mask is not None and mask.ndim == 2 and kwargs.get("decoder_position_ids") is None:
-            # With a static cache the mask arrives with four dimensions, which tell no positions.
-            kwargs["decoder_position_ids"] = count_positions(mask)
+        if kwargs.get("decoder_position_ids") is None:
+            mask = kwargs.get("decoder_attention_mask")
+            if mask is not None and mask.ndim == 2:
+                # With a static cache the mask arrives with four dimensions, which tell no positions.
+                kwargs["decoder_position_ids"] = count_positions(mask)
+            elif self.config.decoder_layers == 0:
+                # A cache without layers counts no positions.
+                kwargs["decoder_position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:

@@ -177,8 +177,11 @@ class VanillaTransformerTokenizer(TokenizersBackend):
 
     def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
         """Turn ids of one text into the text."""
-        if skip_special_tokens and isinstance(token_ids, list) and self.mask_token_id in token_ids:
-            left_out = {*self.all_special_ids} - {self.mask_token_id}
+        if isinstance(token_ids, int):
+            token_ids = [token_ids]
+        if skip_special_tokens and self.mask_token_id in token_ids:
+            added = self._tokenizer.get_added_tokens_decoder().items()
+            left_out = {index for index, token in added if token.special} - {self.mask_token_id}
             token_ids, skip_special_tokens = [index for index in token_ids if index not in left_out], False
         return super()._decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
 

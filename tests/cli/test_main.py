@@ -83,7 +83,7 @@ def test_one_process_of_each_machine_tells_what_is_wrong(call, monkeypatch, rank
 def test_memory_that_does_not_suffice(refused, run_folder, monkeypatch, reserve):
     monkeypatch.setattr(SearchBackend, "translate", lambda *arguments, **options: reserve())
     line = refused("translate", "--model", run_folder, "Hello.")
-    assert "Out of memory; lower what takes it, such as --tokens_per_batch" in line
+    assert "Out of memory; lower the sizes of batches" in line
 
 
 def test_a_verb_like_no_other_is_answered_with_the_verbs(refused):

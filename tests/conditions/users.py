@@ -113,15 +113,17 @@ class User:
         return sha256((self.work / command[-1]).read_bytes()).hexdigest()
 
 
-def readme(beginning: str) -> list[str]:
-    """README's first command that begins so, without the continuation of lines."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+def readme(beginning: str, page: str = "README.md") -> list[str]:
+    """A page's first command that begins so, without the continuation of lines."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
     line = re.search(rf"^{re.escape(beginning)}.*$", text, flags=re.MULTILINE)
     assert line is not None, beginning
     return shlex.split(line[0])
 
 
-# README's run that several processes share, and the same with one process or other launchers.
-ACCELERATE = readme("accelerate launch --config_file scripts/launch/many_gpus.yaml --num_processes 2")
+# The run that several processes share, and the same with one process or other launchers.
+ACCELERATE = readme(
+    "accelerate launch --config_file scripts/launch/many_gpus.yaml --num_processes 2", "scripts/launch/README.md"
+)
 ARGUMENTS = ACCELERATE[ACCELERATE.index("scripts/train.py") + 1 :]
 ONE_PROCESS = ["vanilla-transformer", "train", *ARGUMENTS]

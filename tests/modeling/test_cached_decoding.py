@@ -113,3 +113,18 @@ def test_assisted_decoding_gives_what_the_model_alone_gives(assistant_seed):
         assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
         # One that knows what the model will say spares it most steps; one that does not costs it none.
         assert len(steps) <= (alone // 2 + 1 if assistant_seed == 0 else alone)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
+def test_a_decoder_without_layers_counts_its_positions(positions, options):
+    model = build(decoder_layers=0, position_embedding_type=positions, seed=3)
+    batch = batch_of(SOURCES, TARGETS)
+    source = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    both = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": options.get("num_beams", 1)}
+    both |= {"return_dict_in_generate": True, "output_logits": True}
+    uncached = model.generate(**source, use_cache=False, **both)
+    cached = model.generate(**source, **{**both, **options})
+    assert torch.equal(cached.sequences, uncached.sequences)
+    # A token may be the likeliest at every position.
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(uncached.logits), rtol=0, atol=1e-10)

@@ -215,14 +215,42 @@ def test_eight_bit_weights_load_and_stay_close(tmp_path):
     assert ids.shape[0] == len(SOURCES)
 
 
-# What PEFT calls in transformers 5.23.
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_trainable_tokens_start_from_the_loss_of_the_model():
-    model = build()
+# What PEFT calls in transformers 5.23; what it says of adapters of tied weights; and on loading, of the stacks'
+# embeddings, that their keys are missing, though they are the same module as `shared`.
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:Model with `tie_word_embeddings=True`", "ignore:Found missing adapter keys"
+)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"target_modules": ["q_proj"], "trainable_token_indices": [7, 9, 12]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["shared"]},
+        {"target_modules": ["shared"]},
+    ],
+    ids=["trainable_token_indices", "modules_to_save", "target_modules"],
+)
+def test_adapters_of_the_shared_embeddings_serve_both_stacks(adapter, tied, tmp_path):
+    model = build(tie_word_embeddings=tied)
     batch = batch_with_labels()
     expected = model(**batch).loss.detach()
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], trainable_token_indices=[7, 9, 12]))
-    torch.testing.assert_close(adapted(**batch).loss.detach(), expected)
+    adapted = get_peft_model(model, LoraConfig(**adapter))
+    loss = adapted(**batch).loss
+    torch.testing.assert_close(loss.detach(), expected)
+    loss.backward()
+    own = {name: parameter for name, parameter in adapted.named_parameters() if ".shared." in name}
+    own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+    assert own and all(parameter.grad is not None for parameter in own.values())
+    assert any(parameter.grad.any() for parameter in own.values())
+    with torch.no_grad():
+        for parameter in own.values():
+            parameter.add_(0.1)
+        trained = [stack.embed_tokens(batch["input_ids"]) for stack in (model.model.encoder, model.model.decoder)]
+        assert torch.equal(*trained)
+        logits = adapted(**batch).logits
+        adapted.save_pretrained(tmp_path)
+        reloaded = PeftModel.from_pretrained(build(tie_word_embeddings=tied), tmp_path)
+        torch.testing.assert_close(reloaded(**batch).logits, logits)
 
 
 FAMILY = [

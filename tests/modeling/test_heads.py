@@ -15,6 +15,8 @@ from tiny_models import (
 )
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
@@ -148,6 +150,70 @@ def test_masks_written_in_a_text_are_filled_where_special_tokens_in_texts_count(
     found = fill("one <mask> two")
     assert [answer["token"] for answer in found] == expected.indices.tolist()
     assert [answer["score"] for answer in found] == pytest.approx(expected.values.tolist())
+
+
+def test_masks_written_in_a_text_are_filled(tmp_path):
+    tokenizer = VanillaTransformerTokenizer()
+    torch.manual_seed(0)
+    VanillaTransformerForMaskedLM(tiny_config(vocab_size=len(tokenizer))).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    fill = pipeline("fill-mask", model=str(tmp_path), device="cpu", top_k=3)
+    asked = pipeline(
+        "fill-mask",
+        model=str(tmp_path),
+        tokenizer=AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=False),
+        device="cpu",
+        top_k=3,
+    )
+    assert fill("one <mask> two") == asked("one <mask> two")
+
+
+STACKS_OF_HEADS = dict.fromkeys(ENCODER_HEADS, "encoder") | {"VanillaTransformerForCausalLM": "decoder"}
+
+
+@pytest.mark.parametrize("name", STACKS_OF_HEADS)
+def test_the_auto_class_loads_the_stack_that_was_saved(name, tmp_path):
+    tokenizer = VanillaTransformerTokenizer()
+    torch.manual_seed(0)
+    head = getattr(vanilla_transformer, name)(tiny_config(vocab_size=len(tokenizer))).eval()
+    head.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(model, vanilla_transformer.VanillaTransformerPreTrainedModel)
+    assert not report["missing_keys"] and not report["mismatched_keys"] and not report["error_msgs"]
+    stack = STACKS_OF_HEADS[name]
+    assert [part for part in ("encoder", "decoder") if hasattr(model, part)] == [stack]
+    assert_same_weights(getattr(model, stack), getattr(getattr(head, "model", head), stack))
+    batch = tokenizer(["one text", "another"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = model(**batch).last_hidden_state
+    extract = pipeline("feature-extraction", model=str(tmp_path), device="cpu")
+    assert torch.tensor(extract("one text")) == pytest.approx(expected[:1, : len("one text") + 1], abs=1e-5)
+    # A new model of that configuration is of the same class.
+    new = AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert type(new) is type(model) and new.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_translation_model_extracts_features_of_the_text_as_both_source_and_target(tmp_path):
+    tokenizer = VanillaTransformerTokenizer()
+    build(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path)
+    batch = tokenizer(["one text", "another"], padding=True, return_tensors="pt")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    shifted = torch.cat([torch.full((2, 1), BOS), ids[:, :-1]], dim=1)
+    with torch.no_grad():
+        found = model(**batch).last_hidden_state
+        torch.testing.assert_close(found[mask.bool()], model(**batch, decoder_input_ids=shifted)[0][mask.bool()])
+    extract = pipeline("feature-extraction", model=str(tmp_path), device="cpu")
+    features = torch.tensor(extract("one text"), dtype=found.dtype)
+    torch.testing.assert_close(features[0], found[0][mask[0].bool()])
+
+
+def test_a_target_in_another_vocabulary_is_not_made_of_the_source():
+    model = build(**ARCHITECTURES["two_vocabularies"])
+    with pytest.raises(ValueError, match="got no decoder inputs; pass `decoder_input_ids`"):
+        model(**source())
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -76,10 +76,10 @@ def load(source: Path, **settings) -> ctypes.CDLL:
 
 
 def assert_whole(cache: Path) -> Path:
-    (library,) = cache.iterdir()
-    assert library.name.endswith(f"-{hashlib.sha256(library.read_bytes()).hexdigest()}.so")
-    assert library.stat().st_mode & 0o777 == 0o600 and cache.stat().st_mode & 0o777 == 0o700
-    return library
+    (compiled,) = cache.iterdir()
+    assert compiled.name.endswith(f"-{hashlib.sha256(compiled.read_bytes()).hexdigest()}.so")
+    assert compiled.stat().st_mode & 0o777 == 0o600 and cache.stat().st_mode & 0o777 == 0o700
+    return compiled
 
 
 def test_a_library_is_compiled_once(cache, source, monkeypatch):
@@ -111,38 +111,38 @@ def replace(path: Path, content: bytes) -> None:
 )
 def test_a_damaged_library_is_compiled_again(cache, source, damage):
     load(source)
-    library = assert_whole(cache)
-    replace(library, damage(library.read_bytes()))
+    compiled = assert_whole(cache)
+    replace(compiled, damage(compiled.read_bytes()))
     assert load(source).answer() == 42
-    assert assert_whole(cache) == library
+    assert assert_whole(cache) == compiled
 
 
 def test_what_is_sound_and_yet_cannot_be_loaded_is_compiled_again(cache, source):
     load(source)
-    library = assert_whole(cache)
-    stem = library.stem.rpartition("-")[0]
+    compiled = assert_whole(cache)
+    stem = compiled.stem.rpartition("-")[0]
     other = b"not a library"
-    library.unlink()
+    compiled.unlink()
     (cache / f"{stem}-{hashlib.sha256(other).hexdigest()}.so").write_bytes(other)
     assert load(source).answer() == 42
-    assert assert_whole(cache) == library
+    assert assert_whole(cache) == compiled
 
 
 @pytest.mark.parametrize("foreign", ["writable", "link", "owner"])
 def test_a_library_that_others_may_have_written_is_not_loaded(cache, source, foreign, tmp_path):
     load(source)
-    library = assert_whole(cache)
+    compiled = assert_whole(cache)
     if foreign == "writable":
-        library.chmod(0o620)
+        compiled.chmod(0o620)
     elif foreign == "link":
-        library.rename(tmp_path / "elsewhere.so")
-        library.symlink_to(tmp_path / "elsewhere.so")
+        compiled.rename(tmp_path / "elsewhere.so")
+        compiled.symlink_to(tmp_path / "elsewhere.so")
     elif os.geteuid() == 0:
-        os.chown(library, 12345, 12345)
+        os.chown(compiled, 12345, 12345)
     else:
         pytest.skip("only root can give files away")
-    # A file system may give the number of a deleted file to the next one.
-    before = library.lstat().st_ino, library.lstat().st_ctime_ns
+    # A file system may give the inode number of a deleted file to the next one.
+    before = compiled.lstat().st_ino, compiled.lstat().st_ctime_ns
     assert load(source).answer() == 42
     after = assert_whole(cache).lstat()
     assert (after.st_ino, after.st_ctime_ns) != before

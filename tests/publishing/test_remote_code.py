@@ -37,6 +37,25 @@ print(json.dumps({"ids": ids.tolist(), "source": batch["input_ids"].tolist(), "f
 """
 
 
+SAVE_AND_PUSH = """
+import importlib.util, json, sys
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+assert importlib.util.find_spec("vanilla_transformer") is None
+name, folder, repository, *texts = sys.argv[1:]
+model = AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+for part in (model, tokenizer):
+    part.save_pretrained(folder)
+    part.push_to_hub(repository)
+found = []
+for place in (folder, repository):
+    translate = pipeline("translation", model=place, trust_remote_code=True, device="cpu")
+    assert all(type(part).__module__.startswith("transformers_modules.") for part in (translate, translate.model))
+    found.append(translate(texts, max_new_tokens=12))
+print(json.dumps(found))
+"""
+
+
 def run(command, **environment):
     environment = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -85,6 +104,26 @@ def test_a_published_model_runs_where_the_package_is_not_installed(server, model
     assert result["ids"] == ours.generate(**batch, max_new_tokens=12).tolist()
     translate = TranslationPipeline(model=ours, tokenizer=tokenizer, device="cpu")
     assert result["found"] == translate(TEXTS, max_new_tokens=12)
+
+
+def test_a_published_model_can_be_saved_and_pushed_again_without_the_package(server, model, tmp_path):
+    hub = {
+        "HF_ENDPOINT": server.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": TOKEN,
+    }
+    run([sys.executable, SCRIPT, "publish", model, "--repo", "team/en-de"], **hub)
+    code = f"import sys; sys.path.insert(0, {isolated(tmp_path)!r})\n{SAVE_AND_PUSH}"
+    again = tmp_path / "again"
+    out, _ = run([sys.executable, "-I", "-S", "-c", code, "team/en-de", again, "user/again", *TEXTS], **hub)
+    assert {path.name for path in again.glob("*.py")} == {path.name for path in source_files()}
+    assert "team/en-de" not in (again / "config.json").read_text()
+    ours = VanillaTransformerForConditionalGeneration.from_pretrained(model)
+    tokenizer = VanillaTransformerTokenizer.from_pretrained(model)
+    translate = TranslationPipeline(model=ours, tokenizer=tokenizer, device="cpu")
+    assert json.loads(out.splitlines()[-1]) == [translate(TEXTS, max_new_tokens=12)] * 2
 
 
 def test_what_is_named_is_what_the_library_would_name(model, tmp_path, monkeypatch):

@@ -223,7 +223,7 @@ def test_memory_is_seen_to_come_and_its_peak_to_stay():
 
 
 def test_the_readme_shows_a_command_that_parses():
-    readme = (BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     [command] = re.findall(r"^python scripts/benchmarks/training\.py (.*)$", readme, flags=re.MULTILINE)
     assert training.parse(shlex.split(command)).sizes == ["tiny", "base"]
 

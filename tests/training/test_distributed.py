@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +24,7 @@ from vanilla_transformer.training.engine import TrainingRun, train
 from vanilla_transformer.training.options import TrainingOptions
 from vanilla_transformer.training.records.checkpoints import checkpoint_name, fault_of, list_checkpoints, update_of
 from vanilla_transformer.training.records.journal import read_journal
+from vanilla_transformer.training.records.leases import training_in
 
 
 TESTS = Path(__file__).parents[1]
@@ -303,3 +304,16 @@ def test_a_signal_to_the_whole_group_saves_a_checkpoint(flags, tmp_path, number)
     assert fault_of(checkpoint) is None
     journal = read_journal(folder / "metrics.jsonl")
     assert journal[-1]["update"] == update_of(checkpoint)
+
+
+@pytest.mark.parametrize("refused", ["text", "folder"])
+def test_what_the_main_process_refuses_is_one_sentence(flags, tmp_path, refused):
+    output = tmp_path / "run"
+    output.mkdir()
+    arguments = flags(output, **({"max_length": 2} if refused == "text" else {}))
+    command = [sys.executable, "-m", "vanilla_transformer", "train", *arguments, "--num_processes", "2"]
+    with training_in(output) if refused == "folder" else nullcontext():
+        done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.count("None of the 30 lines of" if refused == "text" else "Another process trains in") == 1
+    assert "Traceback" not in done.stderr

@@ -24,6 +24,7 @@ VERBS = {
     "translate": "translate arguments, a file or standard input",
     "evaluate": "translate a test set and score it with BLEU and chrF",
     "score": "score a file of translations with BLEU and chrF",
+    "visualize": "show attention, positions, the learning rate, runs or a vocabulary, as a page or a figure",
     "publish": "publish a model on the Hugging Face Hub, with its card and its code",
 }
 
@@ -72,18 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has left; closing standard output now would complain once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except MemoryError as error:
-        reason = " ".join(str(error).split())
-        _complain(name, f"out of memory{reason and f' ({reason})'}; lower the sizes of batches, beams or the model.")
-        return 1
     except Exception as error:
         if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding() != "utf-8":
             # The name of a file, which a recipe tells.
             _complain(name, f"{error.object} {_NOT_OF_THE_LOCALE.format(error.encoding)}")
             return 1
         if _is_out_of_memory(error):
-            remedy = "lower what takes it, such as --tokens_per_batch, --num_beams, --num_hypotheses or --workers"
-            _complain(name, f"Out of memory; {remedy}.")
+            _complain(name, "Out of memory; lower the sizes of batches, beams or the model, or the number of workers.")
             return 1
         reason = _reason_of_disk(error)
         if reason is None:

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from importlib import resources
 from pathlib import Path
@@ -25,12 +25,15 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help.")
 
 
-def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: str) -> Options:
+def parse(
+    options: type[Options] | Mapping[str, type[Options]], argv: Sequence[str], *, prog: str, summary: str
+) -> Options:
     """Build a verb's options.
 
     Args:
         options: Dataclass whose fields have a `help` text in their metadata; `positional` in it makes an argument
-            without a flag. A class attribute `TAKES_RECIPE` that is true adds `--config`.
+            without a flag. A class attribute `TAKES_RECIPE` that is true adds `--config`. A verb that does several
+            things has a dataclass for each, by the word that chooses it, whose class attribute `SUMMARY` describes it.
         argv: Arguments behind the verb.
         prog: Name of program and verb.
         summary: What the verb does.
@@ -42,6 +45,10 @@ def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: st
         UserError: An option is unknown, misspelt, lacks its value or has one of the wrong type, or a number that is
             larger than anything can be counted here.
     """
+    if isinstance(options, Mapping):
+        word, chosen = _choose(options, argv, prog=prog, summary=summary)
+        summary = f"{chosen.SUMMARY[0].upper()}{chosen.SUMMARY[1:]}."
+        return parse(chosen, argv[1:], prog=f"{prog} {word}", summary=summary)
     hints = get_type_hints(options)
     takes_recipe = getattr(options, "TAKES_RECIPE", False)
     parser = _Parser(prog=prog, description=summary, allow_abbrev=False, formatter_class=_HelpFormatter)
@@ -70,6 +77,28 @@ def parse(options: type[Options], argv: Sequence[str], *, prog: str, summary: st
         if name != "seed" and isinstance(value, int) and value >= _TOO_LARGE:
             raise UserError(f"--{name} is {value}; it must be below 2 ** 31.")
     return options(**values)
+
+
+def _choose(
+    kinds: Mapping[str, type[Options]], argv: Sequence[str], *, prog: str, summary: str
+) -> tuple[str, type[Options]]:
+    """The first argument, which says what a verb is to do, and the options of that."""
+    word = argv[0] if argv else None
+    if word in ("-h", "--help"):
+        width = max(map(len, kinds)) + 2
+        lines = [f"  {name:<{width}}{kind.SUMMARY}" for name, kind in kinds.items()]
+        print(
+            "\n".join(
+                [f"usage: {prog} WHAT [OPTIONS]", "", summary, "", *lines, "", f"`{prog} WHAT --help` lists options."]
+            )
+        )
+        raise SystemExit(0)
+    if word not in kinds:
+        what = "Nothing was named" if word is None else f"{word} is not something to {prog.split()[-1]}"
+        nearest = difflib.get_close_matches(word or "", kinds, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"name one of {', '.join(kinds)}."
+        raise UserError(f"{what}; {hint}")
+    return word, kinds[word]
 
 
 def recipes() -> list[str]:

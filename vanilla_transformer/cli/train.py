@@ -57,11 +57,22 @@ def run(options: TrainingOptions) -> int:
         print(
             f"Stopped after {result.updates:,} updates and saved; continue with --resume.", file=sys.stderr, flush=True
         )
+    _show_summary(result.output_dir)
     if push is not None and result.is_complete:
         push.finish(result.output_dir)
     elif push is not None:
         _send_last(push)
     return 0 if result.interrupted_by is None else 128 + result.interrupted_by
+
+
+def _show_summary(folder: Path) -> None:
+    """Draw the run's curve in the terminal that watches it."""
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        return
+    from vanilla_transformer.visualization.summary import run_summary
+
+    # Standard error is UTF-8 in any case; what the terminal shows, the locale says.
+    print(run_summary(folder, unicode=sys.getfilesystemencoding() == "utf-8"), file=sys.stderr, flush=True)
 
 
 def _send_last(push: "BackgroundPush") -> None:

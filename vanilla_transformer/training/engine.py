@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,13 @@ from vanilla_transformer.training.step.failures import naming_disk
 from vanilla_transformer.training.step.loss import SmoothedTranslationLoss
 from vanilla_transformer.training.step.moving_average import MovingAverage
 from vanilla_transformer.training.step.optimiser_step import OptimiserStep
-from vanilla_transformer.training.step.process import OUT_OF_TIME, accelerating, catch_signals, most_pressing
+from vanilla_transformer.training.step.process import (
+    OUT_OF_TIME,
+    accelerating,
+    catch_signals,
+    main_process_first,
+    most_pressing,
+)
 from vanilla_transformer.training.step.schedule import learning_rate
 from vanilla_transformer.training.watching.selection import Selection
 from vanilla_transformer.training.watching.utilization import ModelFlops, matrix_rate
@@ -91,12 +97,14 @@ def train(
         raise ValueError("`train` is one process; call `launch` to start several that call it.")
     check_output_dir(options)
     cache_dir = options.cache_dir or options.output_dir / "cache"
-    with (
-        accelerating(options) as accelerator,
-        training_in(options.output_dir) if accelerator.is_main_process else nullcontext(),
-    ):
-        with accelerator.main_process_first():
-            data = prepare(options, cache_dir, show_progress=accelerator.is_main_process)
+    with accelerating(options) as accelerator, ExitStack() as stack:
+
+        def prepare_here() -> PreparedData:
+            if accelerator.is_main_process:
+                stack.enter_context(training_in(options.output_dir))
+            return prepare(options, cache_dir, show_progress=accelerator.is_main_process)
+
+        data = main_process_first(accelerator, prepare_here)
         deadline = started + options.max_seconds
         return TrainingRun(options, accelerator, data, evaluation, deadline, on_checkpoint).run()
 

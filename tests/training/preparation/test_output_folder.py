@@ -5,7 +5,12 @@ import pytest
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.training.options import TrainingOptions
-from vanilla_transformer.training.preparation.output_folder import MODEL_FILES, check_output_dir, check_writable
+from vanilla_transformer.training.preparation.output_folder import (
+    MODEL_FILES,
+    check_decodable,
+    check_output_dir,
+    check_writable,
+)
 
 
 def test_an_output_folder_is_made_with_its_parents_and_left_empty(tmp_path):
@@ -83,5 +88,5 @@ def test_a_link_that_leads_nowhere_is_no_output_folder(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="needs names that are bytes")
 def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not UTF-8; rename the folder"):
-        check_writable(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
+        check_decodable(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
     assert list(tmp_path.iterdir()) == []

@@ -275,11 +275,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 def test_a_damaged_tokenizer_is_refused(tmp_path, tokenizer_folder, name):
     folder = altered(tokenizer_folder, tmp_path / "damaged", name, lambda content: None)
     (folder / name).write_bytes((folder / name).read_bytes()[:150])
-    what = {
-        "tokenizer.json": r"The tokenizer in .*damaged cannot be loaded \(",
-        "tokenizer_config.json": "is not JSON",
-    }
-    with pytest.raises(UserError, match=what[name]):
+    with pytest.raises(UserError, match="is not JSON"):
         load_tokenizer(folder)
 
 

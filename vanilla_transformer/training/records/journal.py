@@ -64,7 +64,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a journal; a last line that was cut off, and what is no record, is left out.
+    """All whole records of a journal; lines that were cut off, and so are not JSON, are left out.
 
     Args:
         path: The journal.
@@ -73,7 +73,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         The records, each with its `kind`, a text, and `update`, a whole number.
 
     Raises:
-        UserError: The file cannot be read.
+        UserError: The file cannot be read, or a line is JSON but no record.
     """
     records = []
     try:
@@ -86,8 +86,9 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if _is_record(record):
-            records.append(record)
+        if not _is_record(record):
+            raise UserError(f"{path} holds {line[:80]}, which is no record of an update; take the line out.")
+        records.append(record)
     return records
 
 

@@ -3,16 +3,19 @@
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import get_int_from_env, parse_flag_from_env
+from accelerate.utils import broadcast_object_list, get_int_from_env, parse_flag_from_env
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.signals import stopping_signals
 from vanilla_transformer.training.options import TrainingOptions
 
+
+T = TypeVar("T")
 
 # A reason to stop beside the numbers of the signals that are caught.
 OUT_OF_TIME = -1
@@ -101,6 +104,33 @@ def accelerating(options: TrainingOptions) -> Iterator[Accelerator]:
     finally:
         if not lent:
             AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def main_process_first(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """Do work on the main process, and then on the others.
+
+    Where the main process refuses to, all do: they would else wait for one that is gone, and end with a traceback.
+
+    Args:
+        accelerator: Processes.
+        work: What each of them does.
+
+    Returns:
+        What `work` returned.
+
+    Raises:
+        UserError: The main process refused, or this one.
+    """
+    refusal, result = None, None
+    if accelerator.is_main_process:
+        try:
+            result = work()
+        except UserError as error:
+            refusal = error
+    told = broadcast_object_list([None if refusal is None else str(refusal)])[0]
+    if told is not None:
+        raise refusal or UserError(told)
+    return result if accelerator.is_main_process else work()
 
 
 def most_pressing(wishes: Iterable[int]) -> int:

@@ -5,7 +5,7 @@ others, make a model compute something else with the same weights, or keep weigh
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import chain
@@ -26,6 +26,7 @@ _WITHOUT_EFFECT = frozenset(
     {"training", "p", "attention_dropout", "gradient_checkpointing", "initial_fan_out", "name_or_path", "loss_type"}
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CONTENTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # The hooks that `output_attentions` and `output_hidden_states` leave behind only record outputs.
 _RECORDING_HOOKS = "transformers.utils.output_capturing"
 # Elements of each tensor that are compared to notice a change.
@@ -136,7 +137,8 @@ class Snapshot:
 
     def __init__(self, model: VanillaTransformerForConditionalGeneration):
         self._model = model
-        self._objects = list(_objects(model))
+        self._modules = list(model.modules())
+        self._objects = _objects(model, self._modules)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._states = self._read_states()
         self._samples = [_spread(tensor.detach()) for tensor in self._tensors]
@@ -144,7 +146,7 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether no change is noticed."""
-        objects = list(_objects(self._model))
+        objects = _objects(self._model, self._modules)
         return (
             len(objects) == len(self._objects)
             and all(map(is_, objects, self._objects))
@@ -164,17 +166,23 @@ class Snapshot:
         return torch.cat(self._samples).view(torch.uint8)
 
 
-def _objects(model: nn.Module) -> Iterator[Any]:
-    """The objects that make up a model, compared by identity: modules, classes, settings, parameters and hooks."""
-    yield model.config._attn_implementation
-    yield nn.modules.module._has_any_global_hook()
-    for module in model.modules():
+def _objects(model: nn.Module, modules: Sequence[nn.Module]) -> list[Any]:
+    """The objects that make up a model, compared by identity: modules, classes, settings, parameters and hooks.
+
+    Args:
+        model: The model.
+        modules: All of its modules; others in their place are among what these hold.
+    """
+    found = [model.config._attn_implementation, nn.modules.module._has_any_global_hook()]
+    # Before each call of a translator: a generator and a walk through the modules would take four times as long.
+    for module in modules:
         own = vars(module)
-        yield module
-        yield type(module)
-        yield from own.values()
-        for kind in ("_parameters", "_buffers", "_modules", *_HOOKS):
-            yield from own[kind].values()
+        found.append(type(module))
+        found += own.values()
+        for kind in _CONTENTS:
+            if content := own[kind]:
+                found += content.values()
+    return found
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
