@@ -298,38 +298,6 @@ def test_training_is_deterministic():
     assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
 
 
-def test_files_and_iterators_give_the_same_vocabulary(trained, tmp_path):
-    half = len(CORPUS) // 2
-    (tmp_path / "one.txt").write_text("\n".join(CORPUS[:half]) + "\n", encoding="utf-8", newline="\n")
-    (tmp_path / "two.txt").write_text("\n".join(CORPUS[half:]), encoding="utf-8", newline="\n")
-    from_files = VanillaTransformerTokenizer.train_from_files([tmp_path / "one.txt", str(tmp_path / "two.txt")], 330)
-    assert from_files.backend_tokenizer.to_str() == trained.backend_tokenizer.to_str()
-    windows = tmp_path / "windows.txt"
-    windows.write_text("\r\n".join(CORPUS) + "\r\n", encoding="utf-8", newline="")
-    from_windows = VanillaTransformerTokenizer.train_from_files([windows], 330)
-    assert from_windows.get_vocab() == trained.get_vocab()
-
-
-@pytest.mark.parametrize("separator", ["\r", "\x0b", "\x0c", "\x85", "\u2028"], ids=ascii)
-def test_only_line_feeds_end_a_line(separator, tmp_path):
-    # The pair of the space and the separator exists only while they stand on one line.
-    lines = [f"a {separator} b"] * 9
-    size = largest_vocabulary(lines)
-    assert size > largest_vocabulary([part for line in lines for part in line.split(separator)])
-    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8", newline="\n")
-    from_file = VanillaTransformerTokenizer.train_from_files([tmp_path / "text.txt"], size)
-    from_iterator = VanillaTransformerTokenizer.train_from_iterator(lines, size)
-    assert from_file.get_vocab() == from_iterator.get_vocab()
-
-
-def test_unreadable_files_are_errors(tmp_path):
-    (tmp_path / "latin1.txt").write_bytes("Straße\n".encode("latin-1") * 5)
-    with pytest.raises(ValueError, match="utf-8"):
-        VanillaTransformerTokenizer.train_from_files([tmp_path / "latin1.txt"], 262)
-    with pytest.raises(OSError, match=r"absent\.txt"):
-        VanillaTransformerTokenizer.train_from_files([tmp_path / "absent.txt"], 262)
-
-
 class Line(str):
     """A string that can be referred to weakly."""
 

@@ -1,8 +1,7 @@
 """The vocabulary that source and target share: byte-level byte-pair encoding (§5.1 uses a shared BPE vocabulary)."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from os import PathLike
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
@@ -232,49 +231,12 @@ class VanillaTransformerTokenizer(TokenizersBackend):
             )
         return tokenizer
 
-    @classmethod
-    def train_from_files(
-        cls,
-        files: Iterable[str | PathLike],
-        vocab_size: int,
-        *,
-        min_frequency: int = 2,
-        show_progress: bool = False,
-    ) -> "VanillaTransformerTokenizer":
-        """Learn a vocabulary from text files in UTF-8, one sentence a line, of both languages.
-
-        Args:
-            files: Paths, read line by line.
-            vocab_size: As for `train_from_iterator`.
-            min_frequency: As for `train_from_iterator`.
-            show_progress: As for `train_from_iterator`.
-
-        Returns:
-            A tokenizer of exactly `vocab_size` entries.
-
-        Raises:
-            ValueError: As for `train_from_iterator`, and for a line that is not UTF-8.
-            OSError: A file cannot be read.
-        """
-        return cls.train_from_iterator(
-            _read_lines(files), vocab_size, min_frequency=min_frequency, show_progress=show_progress
-        )
-
 
 def _holds(texts: Any, tokens: set[str]) -> bool:
     """Whether a text, or one in lists of any depth, holds one of the tokens."""
     if isinstance(texts, str):
         return any(token in texts for token in tokens)
     return isinstance(texts, list | tuple) and any(_holds(text, tokens) for text in texts)
-
-
-def _read_lines(files: Iterable[str | PathLike]) -> Iterator[str]:
-    """The lines of all files, without their ends."""
-    for path in files:
-        # Only "\n" ends a line: a carriage return or U+2028 inside a sentence must not split it.
-        with open(path, encoding="utf-8", newline="\n") as lines:
-            for line in lines:
-                yield line.rstrip("\r\n")
 
 
 __all__ = ["VanillaTransformerTokenizer"]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from vanilla_transformer.data.batching import TokenBatches
+from vanilla_transformer.data.utf8 import decode_lines
 
 
 DEFAULT_SYSTEMS = ("ours-int8", "ours-bf16", "ours-fp32", "marian-fp32", "marian-bf16", "ct2-fp32", "ct2-int8")
@@ -163,7 +165,8 @@ class Bench:
 
 def read(path: Path, count: int) -> list[str]:
     """The first lines of a file."""
-    return path.read_text(encoding="utf-8").splitlines()[:count]
+    with path.open("rb") as file:
+        return list(islice(decode_lines(file, path), count))
 
 
 def run(setting: Setting, arguments: argparse.Namespace) -> dict:

@@ -190,7 +190,8 @@ def test_a_folder_that_may_not_be_read(refused, verbs, tmp_path, sound, ordinary
 @pytest.mark.parametrize("what", ["config", "weights"])
 def test_a_checkpoint_whose_manifest_was_written_anew(refused, run_folder, corpus, small, tmp_path, what):
     """Digests say that nothing changed since; whether weights and configuration fit, they do not."""
-    from vanilla_transformer.training.records.checkpoints import _describe, list_checkpoints
+    from vanilla_transformer.files import write_manifest
+    from vanilla_transformer.training.records.checkpoints import list_checkpoints
 
     run = Path(shutil.copytree(run_folder, tmp_path / "run"))
     for checkpoint in list_checkpoints(run / "checkpoints"):
@@ -198,8 +199,8 @@ def test_a_checkpoint_whose_manifest_was_written_anew(refused, run_folder, corpu
             value(CONFIG, "decoder_layers", 4)(checkpoint)
         else:
             with_a_tensor_more(checkpoint)
-        manifest = {path.name: _describe(path) for path in checkpoint.iterdir() if path.name != "manifest.json"}
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        (checkpoint / "manifest.json").unlink()
+        write_manifest(checkpoint, "sha256")
     files = ["--train_files", *corpus, "--valid_files", *corpus]
     line = refused("train", *files, *small, "--output_dir", run, "--max_updates", "8", "--resume")
     assert {"config": "decoder_layers", "weights": "do not fit its config.json"}[what] in line

@@ -3,6 +3,7 @@ import random
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from itertools import count, islice
 from pathlib import Path
 
@@ -390,6 +391,16 @@ def marian():
     with torch.no_grad():
         model.model.shared.weight.mul_(20.0)
     return model
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("with_scores", [False, True])
+def test_other_models_whose_weights_are_not_finite_are_named(marian, tokenizer, num_beams, with_scores):
+    broken = deepcopy(marian)
+    broken.model.decoder.layers[0].fc1.weight.data[3, 4] = torch.nan
+    translator = Translator(broken, tokenizer, num_beams=num_beams)
+    with pytest.raises(UserError, match="its weights are not finite"):
+        translator.hypotheses(SENTENCES[:3], with_scores=with_scores)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import MANIFEST
 from vanilla_transformer.training.options import option
 from vanilla_transformer.training.preparation.output_folder import MODEL_FILES, check_new_files, check_writable
-from vanilla_transformer.training.records.leases import MANIFEST, reading
+from vanilla_transformer.training.records.leases import reading
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import replacing
 from vanilla_transformer.translation.files.text_files import is_model_file
 
 
@@ -71,14 +72,13 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
         lines: Lines without their ends.
     """
     if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        _write_lines(path, lines)
         return
     path = path.resolve()
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, path.with_name(f"{path.name}.partial-{os.getpid()}")) as aside:
+        _write_lines(aside, lines)
+
+
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)

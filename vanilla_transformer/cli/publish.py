@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import MANIFEST
 from vanilla_transformer.training.options import option
-from vanilla_transformer.training.records.leases import MANIFEST, reading
+from vanilla_transformer.training.records.leases import reading
 
 
 @dataclass(kw_only=True)

@@ -59,15 +59,7 @@ def run(options: TranslateOptions) -> int:
     source = None
     if options.input is not None:
         source = InputFile.check(options.input, layout)
-    translator = load_translator(
-        options,
-        num_hypotheses=options.num_hypotheses,
-        sample=options.sample,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    translator = load_translator(options)
     if source is not None and _is_file(options.output):
         try:
             translate_file(

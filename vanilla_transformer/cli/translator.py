@@ -1,13 +1,14 @@
 """What `translate` and `evaluate` share: options that name a model and its search, and the translator they make."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
 
 from vanilla_transformer.cores import check_side_by_side
 from vanilla_transformer.training.options import option
 from vanilla_transformer.translation.options import (
     LongTexts,
     Quantization,
+    SearchOptions,
     SearchRules,
     check_model_id,
     check_search,
@@ -56,12 +57,11 @@ class TranslatorOptions:
     )
 
 
-def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
+def load_translator(options: TranslatorOptions) -> "Translator":
     """Load the model with its tokenizer.
 
     Args:
-        options: Model and search.
-        **search: More fields of `SearchOptions`.
+        options: Model and search: every field that has the name of one of `SearchOptions` is that.
 
     Returns:
         The translator.
@@ -69,11 +69,10 @@ def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
     Raises:
         UserError: There is no such model, or an option is out of range.
     """
-    names = ("num_beams", "length_penalty", "rules", "extra_length", "min_length")
-    search = {**{name: getattr(options, name) for name in names}, **search}
-    sizes = {"tokens_per_batch": options.tokens_per_batch, "max_source_tokens": options.max_source_tokens}
+    search = {each.name: getattr(options, each.name) for each in fields(SearchOptions) if hasattr(options, each.name)}
+    others = {each.name: getattr(options, each.name) for each in fields(TranslatorOptions) if each.name != "model"}
     # Before seconds of imports.
-    check_search(search, **sizes)
+    check_search(search, tokens_per_batch=options.tokens_per_batch, max_source_tokens=options.max_source_tokens)
     check_side_by_side("workers", options.workers)
     check_model_id(options.model)
     from vanilla_transformer.translation.translator import Translator
@@ -81,15 +80,4 @@ def load_translator(options: TranslatorOptions, **search: Any) -> "Translator":
     from .session import start
 
     start()
-    return Translator.from_pretrained(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        quantization=options.quantization,
-        trust_remote_code=options.trust_remote_code,
-        target_language=options.target_language,
-        long_texts=options.long_texts,
-        workers=options.workers,
-        **sizes,
-        **search,
-    )
+    return Translator.from_pretrained(options.model, **(others | search))

@@ -3,7 +3,7 @@
 What killed writers left of one is cleared away.
 """
 
-import hashlib
+import errno
 import json
 import os
 import re
@@ -14,17 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from vanilla_transformer.files import MANIFEST, describe, lock, write_manifest
 
-try:
-    import fcntl
-except ImportError:
-    # Windows, where what killed writers left stays.
-    fcntl = None
 
 # What a vocabulary, an encoded text or an epoch of one is called while it is written.
 _PARTIAL = re.compile(r"(?:(?:vocabulary-)?[0-9a-f]{32}|\d+)\.partial-[0-9a-f]{32}")
-# Size and digest of every other file of a folder.
-_MANIFEST = "manifest.json"
 
 
 def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
@@ -49,7 +43,7 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
     _clear_leftovers(folder.parent)
     with _new_partial(folder) as partial:
         write(partial)
-        _write_manifest(partial)
+        write_manifest(partial, "blake2b")
         try:
             partial.rename(folder)
         except OSError:
@@ -58,32 +52,21 @@ def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
                 raise
 
 
-def _write_manifest(folder: Path) -> None:
-    manifest = {path.name: _describe(path) for path in sorted(folder.iterdir())}
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-
-
 def _fault_of(folder: Path) -> str | None:
     """What is wrong with a folder by its manifest; `None` if nothing is."""
-    name = _MANIFEST
+    name = MANIFEST
     try:
-        if not (folder / _MANIFEST).exists():
-            return f"it lacks {_MANIFEST}, which this version writes"
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        if not (folder / MANIFEST).exists():
+            return f"it lacks {MANIFEST}, which this version writes"
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, expected in manifest.items():
-            if _describe(folder / name) != expected:
+            if describe(folder / name, "blake2b") != expected:
                 return f"{name} was changed after it was written"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     except (ValueError, AttributeError, RecursionError):
-        return f"{_MANIFEST} was changed after it was written"
+        return f"{MANIFEST} was changed after it was written"
     return None
-
-
-def _describe(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
-        return {"size": os.fstat(file.fileno()).st_size, "blake2b": digest.hexdigest()}
 
 
 def _discard(folder: Path, found: os.stat_result) -> None:
@@ -98,9 +81,7 @@ def _discard(folder: Path, found: os.stat_result) -> None:
 
 
 def _clear_leftovers(cache_dir: Path) -> None:
-    """Delete unfinished folders that nobody is writing."""
-    if fcntl is None:
-        return
+    """Delete unfinished folders that nobody is writing, where folders can be locked."""
     for path in cache_dir.iterdir():
         if _PARTIAL.fullmatch(path.name):
             with suppress(OSError), _locked(path):
@@ -115,15 +96,13 @@ def _new_partial(folder: Path) -> Iterator[Path]:
             # Not named after the process: machines that share a file system share the numbers of processes.
             partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex}")
             partial.mkdir()
-            if fcntl is None:
-                break
             try:
                 stack.enter_context(_locked(partial))
             except (BlockingIOError, FileNotFoundError):
                 # Another process took it for a leftover before it was locked.
                 continue
             except OSError:
-                # Some network file systems lock no folders; nobody can then lock this one to delete it.
+                # Windows and some network file systems lock no folders; nobody can then lock this one to delete it.
                 pass
             break
         try:
@@ -137,14 +116,14 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, which the operating system releases when the process dies.
 
     Raises:
-        BlockingIOError: Another process holds it.
-        FileNotFoundError: The folder was deleted or renamed meanwhile.
-        OSError: The file system cannot lock it.
+        BlockingIOError: Another process holds it, or the folder was deleted or renamed meanwhile.
+        FileNotFoundError: The folder was deleted or renamed before.
+        OSError: Folders cannot be locked here.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.stat()
+        if not lock(descriptor, path):
+            raise BlockingIOError(errno.EAGAIN, "The folder is in use", str(path))
         yield
     finally:
         os.close(descriptor)

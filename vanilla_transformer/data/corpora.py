@@ -1,7 +1,6 @@
 """Parallel text from files, with checks that name the file and the line."""
 
 import gzip
-import hashlib
 import re
 import stat
 import zlib
@@ -15,8 +14,13 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import describe
 
 from .utf8 import BEGINNING, NUL, check_beginning
+
+
+# How many pairs of a text its languages are told by.
+_COMPARED_PAIRS = 2000
 
 
 @dataclass(slots=True)
@@ -165,8 +169,7 @@ class FileSource(PairSource):
     def digests(self) -> Iterator[bytes]:
         """SHA-256 of each file."""
         for path in self.files:
-            with path.open("rb") as file:
-                yield hashlib.file_digest(file, "sha256").digest()
+            yield bytes.fromhex(describe(path, "sha256")["sha256"])
 
     def check_files(self) -> None:
         """Refuse files that are missing, folders, pipes or unreadable.
@@ -300,21 +303,20 @@ class ParallelText(FileSource):
         return None
 
 
-def check_language_order(train: PairSource, valid: PairSource, *, num_pairs: int = 2000) -> None:
+def check_language_order(train: PairSource, valid: PairSource) -> None:
     """Refuse training and validation text whose languages stand in opposite order.
 
-    Compares the words of each side: the training source must look more like the validation source than like the
+    Compares the words of the first pairs: the training source must look more like the validation source than like the
     validation target. Text of which this cannot be said (the same language on both sides, say) passes.
 
     Args:
         train: Training pairs.
         valid: Validation pairs.
-        num_pairs: How many pairs of each are looked at.
 
     Raises:
         UserError: Each side of one looks like the other side of the other.
     """
-    train_sides, valid_sides = (_word_frequencies(text, num_pairs) for text in (train, valid))
+    train_sides, valid_sides = (_word_frequencies(text) for text in (train, valid))
     straight = [_overlap(train_sides[side], valid_sides[side]) for side in (0, 1)]
     crossed = [_overlap(train_sides[side], valid_sides[1 - side]) for side in (0, 1)]
     if all(cross > 1.5 * same for cross, same in zip(crossed, straight, strict=True)):
@@ -388,10 +390,10 @@ def _count_lines(path: Path) -> int:
     return count + (last != b"\n")
 
 
-def _word_frequencies(text: PairSource, num_pairs: int) -> tuple[Counter[str], Counter[str]]:
+def _word_frequencies(text: PairSource) -> tuple[Counter[str], Counter[str]]:
     """Relative frequencies of the words of both sides of the first pairs."""
     counts = (Counter(), Counter())
-    for _, *sides in islice(text.pairs(Rejections("drop")), num_pairs):
+    for _, *sides in islice(text.pairs(Rejections("drop")), _COMPARED_PAIRS):
         for counter, side in zip(counts, sides, strict=True):
             # Scripts without spaces are compared by character.
             words = re.findall(r"\w+", side.lower())

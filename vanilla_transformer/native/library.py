@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from vanilla_transformer.files import replacing
+
 
 _log = logging.getLogger(__name__)
 
@@ -233,21 +235,8 @@ def _keep(content: bytes, folder: Path, stem: str) -> Path:
     """Put a library on the disk, and then under its name."""
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()}.so"
     descriptor, partial = tempfile.mkstemp(dir=folder, prefix=f"{stem}-", suffix=".partial")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(partial)
-        raise
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with replacing(path, Path(partial)), open(descriptor, "wb") as file:
+        file.write(content)
     return path
 
 

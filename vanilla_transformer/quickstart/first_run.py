@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.evaluation import Scores, evaluate_model, score
 from vanilla_transformer.training.engine import train
 from vanilla_transformer.training.options import TrainingOptions
-from vanilla_transformer.training.watching.validation import Evaluation
 from vanilla_transformer.translation.translator import Translator
 
 
@@ -39,12 +39,11 @@ def sample_files(split: str) -> tuple[Path, Path]:
     return SAMPLE / f"{split}.en", SAMPLE / f"{split}.de"
 
 
-def first_run(options: TrainingOptions, evaluation: Evaluation | None = None) -> FirstRun:
+def first_run(options: TrainingOptions) -> FirstRun:
     """Train on the sample, translate its test sentences and score them.
 
     Args:
         options: Training options; the text files are set here.
-        evaluation: As for `train`.
 
     Returns:
         Scores and examples; `evaluation.json` and `translations.de` in the output folder hold them too.
@@ -54,12 +53,10 @@ def first_run(options: TrainingOptions, evaluation: Evaluation | None = None) ->
     """
     started = time.perf_counter()
     options = replace(options, train_files=sample_files("train"), valid_files=sample_files("valid"))
-    result = train(options, evaluation)
+    result = train(options)
     if result.interrupted_by is not None:
         return FirstRun(None, None, (), time.perf_counter() - started, result.interrupted_by)
-    sources, references = (
-        path.read_text(encoding="utf-8").removesuffix("\n").split("\n") for path in sample_files("test")
-    )
+    sources, references = (_lines_of(path) for path in sample_files("test"))
     translator = Translator.from_pretrained(result.output_dir, device="cpu" if options.device == "cpu" else None)
     scores, translations = evaluate_model(translator, sources, references, show_progress=True)
     copy_scores = score(sources, references)
@@ -71,3 +68,8 @@ def first_run(options: TrainingOptions, evaluation: Evaluation | None = None) ->
     (result.output_dir / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (result.output_dir / "translations.de").write_text("".join(f"{line}\n" for line in translations), encoding="utf-8")
     return FirstRun(scores, copy_scores, examples, time.perf_counter() - started)
+
+
+def _lines_of(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        return list(decode_lines(file, path))

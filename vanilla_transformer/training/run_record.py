@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from vanilla_transformer.files import replacing
 from vanilla_transformer.training.preparation.output_folder import read_run_record
 from vanilla_transformer.training.preparation.vocabulary_and_ids import PreparedData
 from vanilla_transformer.training.step.distribution import Division
@@ -75,8 +76,7 @@ def write_run_record(folder: Path, options: TrainingOptions, data: PreparedData,
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
-    partial = folder / "partial-run.json"
-    # Bytes of a file's name that are not UTF-8 stay escaped.
     content = json.dumps(record, indent=2, ensure_ascii=False)
-    partial.write_text(content, encoding="utf-8", errors="backslashreplace")
-    partial.replace(folder / "run.json")
+    with replacing(folder / "run.json") as aside:
+        # Bytes of a file's name that are not UTF-8 stay escaped.
+        aside.write_text(content, encoding="utf-8", errors="backslashreplace")

@@ -246,6 +246,7 @@ class GenerateBackend:
             num_return_sequences=options.num_hypotheses,
             return_dict_in_generate=True,
             output_scores=with_scores,
+            logits_processor=[_refuse_nan],
             **rules,
         )
         log_probs = np.full(len(output.sequences), np.nan)
@@ -265,3 +266,14 @@ class GenerateBackend:
             found.append(Hypothesis(tuple(row[:length]), log_prob, score, row[length - 1] in ends))
         size = options.num_hypotheses
         return [found[start : start + size] for start in range(0, len(found), size)]
+
+
+def _refuse_nan(_input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Hand on scores [rows, V], which `generate` would rank even where they are NaN.
+
+    Raises:
+        UserError: One of them is NaN.
+    """
+    if scores.isnan().any():
+        raise UserError("The model's scores are NaN: its weights are not finite; repair them.")
+    return scores

@@ -61,8 +61,8 @@ class Translator:
     A fast decoder reads the model's weights if this gives the same results as calling the model. A model with
     adapters, hooks, quantised or replaced layers, offloaded weights or active dropout is called instead, by the same
     search; a warning in the log says why. Each call notices changes of the model since the last call: other adapters,
-    other layers, edited weights. One kind of change is not noticed: an edit of a few rows of a matrix that bypasses
-    torch, through `.data` or NumPy.
+    other layers, edited weights. Two kinds of change are not noticed: an edit of a few rows of a matrix that bypasses
+    torch, through `.data` or NumPy, and methods that are replaced in a class.
 
     Args:
         model: A translation model, which `torch.compile` or PEFT may have wrapped. Its device, dtype and mode

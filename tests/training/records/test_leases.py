@@ -152,7 +152,3 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     monkeypatch.setattr(leases.fcntl, "flock", refuse)
     with training_in(tmp_path):
         pass
-    # As on Windows.
-    monkeypatch.setattr(leases, "fcntl", None)
-    with training_in(tmp_path):
-        pass

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import replacing
 from vanilla_transformer.loading import WEIGHTS, architecture_of, load_config
 
 from .checkpoints import EMA_WEIGHTS
@@ -70,12 +71,8 @@ def average_checkpoints(checkpoints: Sequence[Path], output_dir: Path) -> None:
     for name in COMPANIONS:
         if (checkpoints[-1] / name).is_file():
             shutil.copyfile(checkpoints[-1] / name, output_dir / name)
-    partial = output_dir / f"partial-{WEIGHTS}"
-    try:
-        save_file(mean, partial, metadata={"format": "pt"})
-        partial.replace(output_dir / WEIGHTS)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(output_dir / WEIGHTS) as aside:
+        save_file(mean, aside, metadata={"format": "pt"})
 
 
 def _read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ A checkpoint is a folder `update-00001000` that `from_pretrained` loads, with th
     manifest.json           size and SHA-256 of every other file
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -20,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.files import sync
+from vanilla_transformer.files import MANIFEST, describe, sync, write_manifest
 
-from .leases import MANIFEST, rename_unless_read
+from .leases import rename_unless_read
 from .tensors import part_for, whole
 
 
@@ -72,8 +71,7 @@ def write_checkpoint(folder: Path, update: int, write: Callable[[Path], None]) -
     partial.mkdir(parents=True)
     try:
         write(partial)
-        manifest = {path.name: _describe(path) for path in sorted(partial.iterdir())}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        write_manifest(partial, "sha256")
         for path in partial.iterdir():
             sync(path)
         sync(partial)
@@ -114,7 +112,7 @@ def fault_of(checkpoint: Path) -> str | None:
                 return f"{name} is {'not a file' if path.exists() else 'missing'}"
             if path.stat().st_size != expected["size"]:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
-            if _describe(path) != expected:
+            if describe(path, "sha256") != expected:
                 return f"{name} was changed after it was written"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
@@ -291,8 +289,3 @@ def _remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _describe(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

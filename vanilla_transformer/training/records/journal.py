@@ -10,7 +10,7 @@ import torch
 
 from vanilla_transformer.data.batching import Update
 from vanilla_transformer.errors import UserError
-from vanilla_transformer.files import sync
+from vanilla_transformer.files import replacing, sync
 
 
 class Journal:
@@ -35,11 +35,9 @@ class Journal:
         last = {"valid": last_update if last_validation is None else last_validation}
         records = read_journal(path) if path.exists() else []
         kept = [record for record in records if record["update"] <= last.get(record["kind"], last_update)]
-        partial = path.with_name(f"partial-{path.name}")
-        partial.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), encoding="utf-8")
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
+        content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+        with replacing(path) as aside:
+            aside.write_text(content, encoding="utf-8")
         if on_record is not None:
             for record in kept:
                 on_record(record)
@@ -77,11 +75,12 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        # Bytes, of which only "\n" ends a line; a text's lines would also end at a carriage return.
+        with path.open("rb") as file:
+            lines = [line.decode("utf-8", errors="replace") for line in file]
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); correct it, or move it away.") from error
-    # Only "\n" ends a record; `splitlines` would also split at a U+2028 inside of a text.
-    for line in text.split("\n"):
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

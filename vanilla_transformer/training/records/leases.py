@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import MANIFEST, lock
 
 
 try:
@@ -16,7 +17,6 @@ except ImportError:
     # Windows, which renames no folder that has an open file in it.
     fcntl = None
 
-MANIFEST = "manifest.json"
 # Stays when the run is over: whoever waited for it to be deleted could lock a file that is gone.
 _RUN_LOCK = "run.lock"
 
@@ -31,17 +31,17 @@ def training_in(folder: Path) -> Iterator[None]:
     Raises:
         UserError: Another process trains there.
     """
-    with (folder / _RUN_LOCK).open("ab") as lock:
+    path = folder / _RUN_LOCK
+    with path.open("ab") as file:
         try:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            is_ours = lock(file.fileno(), path)
+        except OSError:
+            # Some network file systems have no locks.
+            is_ours = True
+        if not is_ours:
             raise UserError(
                 f"Another process trains in {folder} already; wait for its end, or name another --output_dir."
-            ) from error
-        except OSError:
-            # Some network file systems know no locks.
-            pass
+            )
         yield
 
 
@@ -73,6 +73,7 @@ def reading(checkpoint: Path) -> Iterator[Path]:
     path = checkpoint / MANIFEST
     with path.open("rb") as manifest:
         if fcntl is not None:
+            # filelock shares no lock of an open file: its read-write locks are databases of SQLite beside it.
             fcntl.flock(manifest, fcntl.LOCK_SH)
         # A deletion may have come between opening and locking.
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(manifest.fileno())):
@@ -104,9 +105,7 @@ def rename_unless_read(checkpoint: Path, target: Path) -> bool:
         checkpoint.rename(target)
         return True
     with manifest:
-        try:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(manifest.fileno(), checkpoint / MANIFEST):
             return False
         checkpoint.rename(target)
     return True

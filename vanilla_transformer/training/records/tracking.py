@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from vanilla_transformer.files import replacing
+
 
 # Name under which trackio and Weights & Biases collect runs.
 _PROJECT = "vanilla-transformer"
@@ -95,9 +97,8 @@ class Trackers:
             print(f"--trackers {name} failed ({reason}); the run goes on without it.", file=sys.stderr)
 
     def _write_state(self) -> None:
-        partial = self._path.with_name(f"partial-{self._path.name}")
-        partial.write_text(json.dumps(self._state), encoding="utf-8")
-        partial.replace(self._path)
+        with replacing(self._path) as aside:
+            aside.write_text(json.dumps(self._state), encoding="utf-8")
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from vanilla_transformer.data.utf8 import decode_lines
 from vanilla_transformer.errors import UserError
+from vanilla_transformer.files import describe, lock, replacing
 
 from .layouts import Layout
 
@@ -147,7 +148,8 @@ def translate_file(
         if _holds_lines(partial):
             _compare(partial, record, made_with)
         else:
-            _write_record(record, made_with)
+            with replacing(record, record.with_name(f"{record.name}.new")) as aside:
+                aside.write_text(json.dumps(made_with, indent=2), encoding="utf-8")
         done = _complete_lines(output)
         if done > source.num_lines:
             raise UserError(
@@ -168,6 +170,9 @@ def translate_file(
                 done += len(block)
                 output.flush()
                 os.fsync(output.fileno())
+        if os.name == "nt":
+            # Windows renames no open file.
+            output.close()
         partial.replace(target)
         record.unlink(missing_ok=True)
 
@@ -240,28 +245,10 @@ def _complete_lines(output: BinaryIO) -> int:
     return number
 
 
-def _write_record(record: Path, made_with: dict) -> None:
-    """Write a record whole or not at all."""
-    new = record.with_name(f"{record.name}.new")
-    with new.open("w", encoding="utf-8") as file:
-        json.dump(made_with, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(record)
-
-
 def _lock(output: BinaryIO, path: Path) -> None:
-    """Lock an open file against other processes until it is closed, if the system has such locks."""
+    """Lock an open file against other processes until it is closed, if the file system has locks."""
     try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The process that held the lock may have renamed the file in the meantime.
-        is_ours = path.exists() and os.path.samestat(os.fstat(output.fileno()), path.stat())
-    except BlockingIOError:
-        is_ours = False
+        is_ours = lock(output.fileno(), path)
     except OSError:
         # Some network file systems have no locks.
         return
@@ -288,7 +275,6 @@ def _identity_of_model(translator: "Translator", model: str | Path) -> str:
     digest = hashlib.sha256()
     patterns = {*_MODEL_FILES, *translator.tokenizer.vocab_files_names.values()}
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        found = describe(path, "sha256")
+        digest.update(f"{path.name} {found['size']} ".encode() + bytes.fromhex(found["sha256"]))
     return digest.hexdigest()
