@@ -90,7 +90,7 @@ def _entry(parts: tuple[str, ...], depth: int) -> str:
 
 
 def main() -> int:
-    """Print all rooms, or one; the status is 1 if imports go round in one of them."""
+    """Print all rooms, or one; the status is 1 if a room has a circle of imports."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "room", nargs="?", help="print the entries of this one, floor by floor (such as training/step)"

@@ -1,3 +1,4 @@
+import codecs
 import os
 import signal
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ def ordinary_user():
         if not hasattr(os, "geteuid") or os.geteuid() != 0:
             yield
             return
+        # Python may lie where only root can read, so that nothing can be imported in the context.
+        codecs.lookup("utf-8-sig")
         os.seteuid(65534)
         try:
             yield

@@ -55,7 +55,7 @@ def register() -> None:
         ("AutoModelForTokenClassification", "VanillaTransformerForTokenClassification"),
     ):
         getattr(transformers, auto_class).register(VanillaTransformerConfig, getattr(modeling, model_class))
-    # Trainer looks here, and not among what is registered, for whose labels its label smoothing has to shift.
+    # Trainer looks here, and not in the registry, to decide whether its label smoothing has to shift the labels.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[VanillaTransformerConfig.model_type] = "VanillaTransformerForCausalLM"
     transformers.AutoTokenizer.register(VanillaTransformerConfig, tokenizer_class=VanillaTransformerTokenizer)
 

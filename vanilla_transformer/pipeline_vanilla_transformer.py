@@ -11,7 +11,7 @@ import torch
 from transformers import Pipeline
 
 
-# What the configuration of a folder with this file in it says, so that
+# The entry in the configuration of a folder that holds this file, by which
 # `pipeline("translation", model=folder, trust_remote_code=True)` finds the class.
 CUSTOM_PIPELINES = {
     "translation": {
@@ -80,10 +80,10 @@ class TranslationPipeline(Pipeline):
                 length = min(length, self.model.config.max_position_embeddings)
             generate_kwargs = {"max_new_tokens": length, "max_length": None, **generate_kwargs}
         if generate_kwargs.get("num_beams") == 1:
-            # What the generation configuration says of beam search does not apply to greedy search.
+            # Options of beam search in the generation configuration do not apply to greedy search.
             generate_kwargs = {"length_penalty": None, "early_stopping": None, **generate_kwargs}
         ids = self.model.generate(**inputs, **generate_kwargs)
-        # `return_dict_in_generate` gives more than ids.
+        # With `return_dict_in_generate`, the output holds more than ids.
         ids = ids if isinstance(ids, torch.Tensor) else ids.sequences
         return {"output_ids": ids.unflatten(0, (len(inputs["input_ids"]), -1))}
 

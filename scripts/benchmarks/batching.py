@@ -1,4 +1,4 @@
-"""BLEU after training with batches of like lengths, and of random ones: `python scripts/benchmarks/batching.py`.
+"""BLEU after training with batches of similar lengths and random ones: `python scripts/benchmarks/batching.py`.
 
     python scripts/benchmarks/batching.py --source val.en --references val.de --tokenize none --output_dir batching \
         --seeds 1 2 -- --config multi30k --train_files train.en train.de --valid_files val.en val.de \

@@ -78,7 +78,7 @@ def growth(small: dict, large: dict) -> dict[str, float]:
 
 
 def write_text(folder: Path, pairs: int) -> int:
-    """Sentences of 20 words on average, which are distributed after Zipf; return the size in bytes."""
+    """Write sentences of 20 words on average, drawn from a Zipf distribution; return the size in bytes."""
     generator = np.random.default_rng(0)
     words = [word_of(index) for index in range(WORD_TYPES)]
     cumulated = np.cumsum(1.0 / np.arange(1, WORD_TYPES + 1))
@@ -104,7 +104,7 @@ def word_of(index: int) -> str:
 
 
 def in_fresh_process(target: Callable, *arguments: object) -> dict:
-    """Call a function that returns figures where nothing was imported or allocated before."""
+    """Call a function that returns figures in a fresh process, in which nothing was imported or allocated."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=send, args=(theirs, target, arguments))

@@ -40,13 +40,13 @@ def sliced(hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
 
 
 def full(hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of logits that exist whole, in float32."""
+    """Cross-entropy of logits that are computed as a whole, in float32."""
     logits = F.linear(hidden_states, weight).float()
     return F.cross_entropy(logits, labels, label_smoothing=LABEL_SMOOTHING, reduction="sum")
 
 
 def torch_chunked(hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What torch has, without label smoothing. It takes no part in autocast."""
+    """torch's own chunked loss, without label smoothing. Autocast does not apply to it."""
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -84,14 +84,14 @@ def measure_memory(name: str, precision: str, arguments: argparse.Namespace) -> 
     """Peak memory in bytes above that of the inputs; to be called in a fresh process."""
     torch.set_num_threads(1)
     device = torch.device(arguments.device)
-    # Code and work space of the libraries is loaded with the first products.
+    # The first GEMMs load the libraries' code and allocate their workspace.
     make_step(name, 8, precision, arguments)()
     step = make_step(name, arguments.tokens, precision, arguments)
     before = current_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        # Sets the peak to the present.
+        # Resets the peak to the present value.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     step()
     return peak_memory(device) - before

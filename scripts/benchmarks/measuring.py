@@ -1,4 +1,4 @@
-"""What the training benchmark measures with: clocks, memory, the device's own rate."""
+"""Measuring instruments of the training benchmark: clocks, memory, the device's GEMM rate."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from vanilla_transformer.training.watching.utilization import ModelFlops, measur
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -68,7 +68,7 @@ class Meter:
         return True
 
     def counts(self, config: VanillaTransformerConfig) -> dict[str, float]:
-        """What was measured, as plain numbers."""
+        """The measurements, as plain numbers."""
         flops = ModelFlops(config)
         sides = [side for batch in self.batches for side in batch]
         real_tokens = sum(int(side.sum()) for side in sides)
@@ -84,13 +84,13 @@ class Meter:
 
 
 def matrix_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The rate of large matrix products now, in operations per second of wall time and of CPU time."""
+    """The present rate of large GEMMs, in operations per second of wall time and of CPU time."""
     clocks = {"wall": time.perf_counter, "cpu": time.process_time}
     return {name: measure_matrix_rate(device, dtype, clock) for name, clock in clocks.items()}
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:
-    """Trained numbers of a model: those in matrices, in vectors that scale, and in biases."""
+    """Number of a model's trained parameters: in matrices, in scaling vectors, and in biases."""
     counts = {"matrices": 0, "scales": 0, "biases": 0}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -100,14 +100,14 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Largest memory of this process so far in bytes, the accelerator's where there is one; `None` if unknown."""
+    """Peak memory of this process in bytes, on the accelerator if there is one; `None` if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status_bytes("VmHWM")
 
 
 def current_memory(device: torch.device) -> int | None:
-    """Memory of this process now, likewise."""
+    """Present memory of this process in bytes, on the accelerator if there is one; `None` if unknown."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status_bytes("VmRSS")
 
 

@@ -1,4 +1,4 @@
-"""What the training benchmark makes of its measurements: medians, ranges, ratios, tables."""
+"""Results of the training benchmark: medians, ranges, ratios, tables."""
 
 import sys
 from statistics import median
@@ -31,7 +31,7 @@ def names_of(measurements: list[dict]) -> list[str]:
 
 
 def best_matrix_rates(measurements: list[dict], clock: str) -> dict[str, float]:
-    """The highest rate of matrix products that was seen in each precision, per second of `wall` or `cpu` time."""
+    """The highest GEMM rate that was measured in each precision, per second of `wall` or `cpu` time."""
     best: dict[str, float] = {}
     for measured in measurements:
         precision = measured["precision"]

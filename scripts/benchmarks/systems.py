@@ -1,4 +1,4 @@
-"""What the translation benchmark compares: systems with the same weights, from token ids to token ids."""
+"""The systems that the translation benchmark compares: the same weights, from token ids to token ids."""
 
 import copy
 import tempfile
@@ -146,7 +146,7 @@ def without(tokens: Sequence[int], config: VanillaTransformerConfig) -> list[int
 
 
 def to_marian(model: VanillaTransformerForConditionalGeneration) -> MarianMTModel:
-    """A `MarianMTModel` with the same weights, zeros where it has biases more, and the same positions."""
+    """A `MarianMTModel` with the same weights and positions; its additional biases are 0."""
     theirs = marian(model.config).eval()
     weights = model.state_dict()
     extra = {name for name in theirs.state_dict() if name not in weights}

@@ -108,7 +108,7 @@ def show(text: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one sentence what is wrong."""
+    """Reports a mistake in one sentence."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; --help lists the options.\n")

@@ -42,7 +42,7 @@ LEAST_CHRF_BETWEEN = {"fp32": 97.0, "rounded": 70.0}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one table is about.
+    """The setting of one table.
 
     Args:
         model: Folder of the checkpoint.
@@ -223,7 +223,7 @@ def summarise(measurements: list[dict], memory: dict[str, int | None], agreement
 
 
 def ratios(measurements: list[dict]) -> dict[str, dict[str, dict]]:
-    """How many times as many sentences ours translate in the same time as each peer, by the rounds' ratios."""
+    """Speed of our systems divided by that of each peer: median and range of the rounds' ratios."""
     of = {(each["system"], each["round"]): each for each in measurements}
     names = list(dict.fromkeys(each["system"] for each in measurements))
     rounds = sorted({number for _, number in of})

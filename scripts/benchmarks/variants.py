@@ -1,4 +1,4 @@
-"""What the training benchmark compares: this engine, and what people train the same model with otherwise."""
+"""The variants that the training benchmark compares: this engine, and other ways to train the same model."""
 
 import os
 import tempfile

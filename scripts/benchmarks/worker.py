@@ -24,7 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one table is about.
+    """The setting of one table.
 
     Args:
         size: Name of the dimensions.
@@ -197,6 +197,6 @@ def _serve(connection, setting: Setting, shared: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """Leave no process behind that measures for nobody."""
+    """Wait for the end of the parent process, then end this one."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Kill a training run with SIGKILL again and again, and compare what it arrives at with a run that nothing stopped.
+"""Kill a training run with SIGKILL many times, and compare its result with that of an uninterrupted run.
 
     python scripts/stress/kill_and_resume.py --kills 50 --processes 1
     python scripts/stress/kill_and_resume.py --kills 15 -- --mixed_precision bf16 --d_k 16 --d_v 16 --batching random
@@ -38,7 +38,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SAVE_EVERY = 5
 # A start survives for 5 to 15 updates, of which those since the last checkpoint are lost.
 UPDATES_PER_KILL = 12
-# For so many updates a kill waits for the moment that it aims at; all moments come within them.
+# A kill waits at most this many updates for the moment that it aims at; every moment occurs within them.
 PATIENCE = 8
 # What kills aim at, by frequency. "one process" applies to several processes.
 AIMS = {"moment": 6, "accumulation": 4, "checkpoint": 6, "validation": 1, "after SIGTERM": 3, "start": 1}
@@ -68,7 +68,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the main process is, as its notes say."""
+    """Where the main process is, according to its notes."""
 
     update: int
     batch: int
@@ -253,7 +253,7 @@ def plan_of(notes: Path) -> dict[int, set[str]]:
 
 
 def differences(actual: Path, expected: Path) -> list[str]:
-    """Everything in which two runs differ, but for times."""
+    """All differences between two runs, except in times."""
     found = []
     journals = [
         [

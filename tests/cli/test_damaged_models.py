@@ -183,7 +183,8 @@ def test_a_folder_that_may_not_be_read(refused, verbs, tmp_path, sound, ordinary
         parent.chmod(0o777)
     with ordinary_user():
         for arguments in verbs(folder).values():
-            refused(*arguments)
+            line = refused(*arguments)
+            assert str(folder) in line and "Permission denied" in line
 
 
 @pytest.mark.parametrize("what", ["config", "weights"])

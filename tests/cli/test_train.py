@@ -49,7 +49,7 @@ def test_an_empty_file(refused, train, tmp_path, write):
 def test_text_of_blank_lines_only(refused, train, tmp_path, verb, write):
     blank = (write(tmp_path / "blank.en", "", " "), write(tmp_path / "blank.de", "", "Hallo"))
     line = refused(verb, *train(files=blank)[1:])
-    assert line
+    assert f"None of the 2 lines of {blank[0]} / {blank[1]} can be used" in line
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

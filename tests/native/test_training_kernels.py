@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from native_parts import require
 from torch import nn
 
 from vanilla_transformer.native import training_kernels as kernels
@@ -23,8 +24,7 @@ MEMORY_SHAPES = {"wider memory": (4, 9, 21, 3, 32, 16), "one query of many keys"
 
 @pytest.fixture(autouse=True)
 def available():
-    if (reason := kernels.why_no_kernels()) is not None:
-        pytest.skip(reason)
+    require("kernels", kernels.why_no_kernels())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from native_parts import require
 from torch._subclasses import FakeTensorMode
 
 from vanilla_transformer.native import training_products as products
@@ -15,8 +16,7 @@ ROUNDING = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def available():
-    if (reason := products.why_no_products()) is not None:
-        pytest.skip(reason)
+    require("products", products.why_no_products())
 
 
 @pytest.fixture

@@ -224,7 +224,8 @@ def test_facts_are_those_of_the_checkpoints_that_the_result_was_made_of(run_fold
     note_result(folder, None)
     training = make_bundle(folder, "user/en-de").facts.training
     assert training.updates is training.averaged is training.epochs is training.seconds is None
-    assert training.options
+    assert training.options == bundle.facts.training.options
+    assert training.options["warmup_steps"] == 10
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -1,11 +1,16 @@
 import math
+import resource
+import sys
 import tempfile
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from accelerate.state import AcceleratorState
 from runs import make_run
 
+from vanilla_transformer.training import dry_run as dry_run_module
 from vanilla_transformer.training.dry_run import dry_run
 from vanilla_transformer.training.engine import train
 
@@ -17,7 +22,12 @@ def test_a_dry_run_reports_and_leaves_nothing_behind(make_options, tmp_path, mon
     options.dry_run = True
     options.max_updates = 7
     AcceleratorState._reset_state(reset_partial_state=True)
+    # Every batch takes ten minutes.
+    clock = count(0, 600)
+    monkeypatch.setattr(dry_run_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     figures = dry_run(options)
+    peak_after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert [path.name for path in tmp_path.rglob("*")] == ["scratch"]
     assert list(figures) == [
         "parameters",
@@ -42,9 +52,18 @@ def test_a_dry_run_reports_and_leaves_nothing_behind(make_options, tmp_path, mon
     assert figures["batches per epoch"] == len(batches)
     assert figures["updates per epoch"] == math.ceil(len(batches) / 3)
     assert figures["epochs"] == pytest.approx(7 / math.ceil(len(batches) / 3), abs=0.005)
-    assert 0.5 < figures["share of tokens that are not padding"] <= 1.0
-    assert figures["tokens per second (source and target)"] > 0
-    assert figures["expected time"].endswith("minutes")
-    assert float(figures["expected memory of a process"].removesuffix(" GiB")) > 0.05
+    sides = run.data.train.source_lengths, run.data.train.target_lengths
+    padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches for lengths in sides)
+    all_tokens = sum(int(lengths.sum()) for lengths in sides)
+    assert figures["share of tokens that are not padding"] == pytest.approx(all_tokens / padded, abs=5e-5)
+    # The first batch, which warms up, is the largest, and not counted.
+    rate = sum(int(lengths[batch].sum()) for batch in batches[:3] for lengths in sides) / 1800
+    assert figures["tokens per second (source and target)"] == round(rate)
+    epochs = 7 / figures["updates per epoch"]
+    assert figures["expected time"] == f"{all_tokens * epochs / rate / 3600:.1f} hours"
+    # Linux tells kibibytes.
+    if sys.platform == "linux":
+        assert peak_before - 0.005 <= float(figures["expected memory of a process"].removesuffix(" GiB"))
+        assert float(figures["expected memory of a process"].removesuffix(" GiB")) <= peak_after + 0.005
     with pytest.raises(ValueError, match="call `dry_run`"):
         train(options)

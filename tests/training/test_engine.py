@@ -6,6 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import sacrebleu
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerTokenizer
+from vanilla_transformer import Translator, VanillaTransformerForConditionalGeneration, VanillaTransformerTokenizer
 from vanilla_transformer.cli import train as verb
 from vanilla_transformer.data.batching import RandomBatches, TokenBatches, Update
 from vanilla_transformer.errors import UserError
@@ -321,10 +322,18 @@ def test_the_validation_loss_is_the_plain_one_of_each_pair(make_options, tmp_pat
     assert record["loss"] == pytest.approx(nll / tokens, rel=1e-12)
 
 
-def test_the_verb_scores_validation_sentences_unless_there_are_none(make_options, material, tmp_path):
+def test_the_verb_scores_validation_sentences_unless_there_are_none(make_options, material, tmp_path, monkeypatch):
+    # Of 10 pairs the first and the sixth.
+    sources, references = (
+        (material / f"valid.{language}").read_text(encoding="utf-8").splitlines()[::5] for language in ("en", "de")
+    )
+    translations = dict(zip(sources, (f"{reference} und" for reference in references), strict=True))
+    # After one update the model's own translations would have no word of the references.
+    monkeypatch.setattr(Translator, "translate", lambda _, texts, **options: [translations[text] for text in texts])
     options = make_options(tmp_path, max_updates=1, valid_bleu_sentences=2)
     train_anew(options, verb._sample_bleu(options))
-    assert 0.0 <= records_of(tmp_path, "valid")[-1]["bleu"] <= 100.0
+    expected = sacrebleu.corpus_bleu([*translations.values()], [references])
+    assert records_of(tmp_path, "valid")[-1]["bleu"] == expected.score
     assert verb._sample_bleu(replace(options, valid_bleu_sentences=0)) is None
     for name in ("blank.en", "blank.de"):
         (tmp_path / name).write_text("\n\n")

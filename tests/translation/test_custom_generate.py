@@ -170,7 +170,9 @@ def test_the_translator_gives_the_same(model, tokenizer, sentences):
     ],
 )
 def test_what_the_search_does_not_do_is_refused(model, batch, options, name):
-    with pytest.raises(UserError, match=f"^paper_beam_search does not do what was asked for: {name}; leave it out"):
+    with pytest.raises(
+        UserError, match=f"^paper_beam_search does not support what was asked for: {name}; leave it out"
+    ):
         model.generate(**batch, custom_generate=paper_beam_search, **options)
 
 

@@ -31,7 +31,7 @@ def test_the_defaults_are_the_papers():
     ],
 )
 def test_numbers_below_the_smallest_are_refused(name, smallest):
-    with pytest.raises(UserError, match=f"^--{name} is {smallest - 1}; it must be at least {smallest}.$"):
+    with pytest.raises(UserError, match=f"^`{name}` is {smallest - 1}; it must be at least {smallest}.$"):
         SearchOptions(**{name: smallest - 1})
     SearchOptions(**{name: smallest})
 
@@ -39,17 +39,17 @@ def test_numbers_below_the_smallest_are_refused(name, smallest):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length_penalty": math.nan}, "--length_penalty is nan; it must be a number from -10 to 10."),
-        ({"length_penalty": -math.inf}, "--length_penalty is -inf; it must be a number from -10 to 10."),
-        ({"rules": "marian"}, "--rules is marian; it must be one of paper, transformers."),
-        ({"temperature": 0.0}, "--temperature is 0.0; it must be above 0."),
-        ({"temperature": math.nan}, "--temperature is nan; it must be above 0."),
-        ({"seed": 1 << 63}, f"--seed is {1 << 63}; it must be below 2**63."),
-        ({"top_p": 0.0}, "--top_p is 0.0; it must be above 0 and at most 1."),
-        ({"top_p": 1.1}, "--top_p is 1.1; it must be above 0 and at most 1."),
-        ({"sample": True}, "--sample was given with --num_beams 4; samples need --num_beams 1."),
-        ({"num_hypotheses": 5}, "--num_hypotheses is 5; it must be at most --num_beams, 4."),
-        ({"top_k": 3}, "--top_k was given without --sample; it applies to sampling only."),
+        ({"length_penalty": math.nan}, "`length_penalty` is nan; it must be a number from -10 to 10."),
+        ({"length_penalty": -math.inf}, "`length_penalty` is -inf; it must be a number from -10 to 10."),
+        ({"rules": "marian"}, "`rules` is marian; it must be one of paper, transformers."),
+        ({"temperature": 0.0}, "`temperature` is 0.0; it must be above 0."),
+        ({"temperature": math.nan}, "`temperature` is nan; it must be above 0."),
+        ({"seed": 1 << 63}, f"`seed` is {1 << 63}; it must be below 2**63."),
+        ({"top_p": 0.0}, "`top_p` is 0.0; it must be above 0 and at most 1."),
+        ({"top_p": 1.1}, "`top_p` is 1.1; it must be above 0 and at most 1."),
+        ({"sample": True}, "`num_beams` is 4, but `sample` needs `num_beams` 1."),
+        ({"num_hypotheses": 5}, "`num_hypotheses` is 5; it must be at most `num_beams`, 4."),
+        ({"top_k": 3}, "`top_k` was given without `sample`; it applies to sampling only."),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -74,14 +74,14 @@ def test_the_penalty_is_that_of_wu_et_al():
 
 @pytest.mark.parametrize("name", ["tokens_per_batch", "max_source_tokens"])
 def test_sizes_below_one_are_refused(name):
-    with pytest.raises(UserError, match=f"^--{name} is 0; it must be at least 1.$"):
+    with pytest.raises(UserError, match=f"^`{name}` is 0; it must be at least 1.$"):
         check_search({}, **{"tokens_per_batch": 1, name: 0})
 
 
 def test_what_the_model_decides_is_not_checked_before_it_is_loaded():
     check_search({"num_beams": None, "num_hypotheses": 9}, tokens_per_batch=1)
     check_search({"num_beams": None, "sample": True, "num_hypotheses": 2}, tokens_per_batch=1)
-    with pytest.raises(UserError, match=r"^--num_hypotheses is 3; it must be at most"):
+    with pytest.raises(UserError, match=r"^`num_hypotheses` is 3; it must be at most"):
         check_search({"num_beams": 2, "num_hypotheses": 3}, tokens_per_batch=1)
 
 

@@ -268,7 +268,7 @@ def test_the_models_generation_configuration_is_the_default(tokenizer, make_mode
     ("name", "value"), [("num_beams", 0), ("tokens_per_batch", -1), ("window", 0), ("length_penalty", float("nan"))]
 )
 def test_options_out_of_range_are_refused(model, tokenizer, name, value):
-    with pytest.raises(UserError, match=f"^--{name} is {value}; it must be"):
+    with pytest.raises(UserError, match=f"^`{name}` is {value}; it must be"):
         Translator(model, tokenizer, **{name: value})
 
 
@@ -355,9 +355,9 @@ def test_the_tag_of_a_language_begins_the_source(model, echo):
     tokenizer = VanillaTransformerTokenizer.train_from_iterator(
         ["a b c"], 263, min_frequency=1, languages=["de", "fr"]
     )
-    with pytest.raises(UserError, match=r"^The model was trained for several target languages; name one of de, fr"):
+    with pytest.raises(UserError, match=r"for several target languages; set `target_language` to one of de, fr\.$"):
         Translator(model, tokenizer)
-    with pytest.raises(UserError, match=r"^--target_language is es, but the vocabulary has tags for de, fr;"):
+    with pytest.raises(UserError, match=r"^`target_language` is es, but the vocabulary has tags for de, fr;"):
         Translator(model, tokenizer, target_language="es")
     for language, tag in tokenizer.language_tags.items():
         Translator(model, tokenizer, target_language=language, max_source_tokens=4).translate(["ab", "abcd"])
@@ -369,7 +369,7 @@ def test_the_tag_of_a_language_begins_the_source(model, echo):
 
 
 def test_a_language_for_a_model_without_tags(model, tokenizer):
-    with pytest.raises(UserError, match=r"^--target_language is de, but the vocabulary has no language tags;"):
+    with pytest.raises(UserError, match=r"^`target_language` is de, but the vocabulary has no language tags;"):
         Translator(model, tokenizer, target_language="de")
 
 

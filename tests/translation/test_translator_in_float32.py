@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from native_parts import require
 
 from vanilla_transformer import Translator
 from vanilla_transformer.native.incremental_decoder import why_not_native
@@ -38,8 +39,7 @@ def generated(request, learned, tokenizer, texts):
 
 @pytest.mark.parametrize("size", [1, 8, 64])
 def test_the_decoder_in_float32_equals_generate_in_any_batch(learned, tokenizer, texts, generated, size):
-    if (reason := why_not_native(learned, "float32")) is not None:
-        pytest.skip(reason)
+    require("decoder float32", why_not_native(learned, "float32"))
     num_beams, expected = generated
     translator = Translator(
         learned, tokenizer, num_beams=num_beams, length_penalty=0.6, rules="transformers", tokens_per_batch=10**6,

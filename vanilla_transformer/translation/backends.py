@@ -1,4 +1,4 @@
-"""Two ways from source ids to translations: our search, and `generate` for models of other classes.
+"""Two ways from source ids to translations: this package's search, and `generate` for models of other classes.
 
 Shapes: S sentences, T source positions.
 """
@@ -27,11 +27,11 @@ class Backend(Protocol):
 
     @property
     def takes_threads(self) -> bool:
-        """Whether several threads may translate at once."""
+        """Whether several threads may translate at the same time."""
         ...
 
     def renew(self) -> None:
-        """Take in changes of the model since the last call."""
+        """Notice changes of the model since the last call."""
         ...
 
     def translate(
@@ -48,7 +48,7 @@ class Backend(Protocol):
             sources: Ids of each sentence.
             prefixes: For each sentence the ids that its translations begin with; `None` for none.
             places: As for `search`.
-            with_scores: Likewise.
+            with_scores: As for `search`.
 
         Returns:
             For each sentence its translations, the best first.
@@ -62,9 +62,9 @@ def make_backend(
     """Choose how a model translates.
 
     Args:
-        model: A model that generates text, which the wrappers that `unwrapped` knows may be around.
+        model: A model that generates text, in any wrapper that `unwrapped` removes.
         pad_token_id: Id that fills sources.
-        options: The kind of search.
+        options: Options of the search.
         quantization: As for `make_decoder`.
 
     Returns:
@@ -78,18 +78,18 @@ def make_backend(
         return SearchBackend(inner, pad_token_id, options, ModelDecoder(model, quantization=quantization))
     if options.sample or options.banned_tokens or options.rules == "transformers" or quantization is not None:
         raise UserError(
-            f"{type(inner).__name__} translates with its own `generate`, which takes no --sample, --rules, "
-            "--quantization and banned tokens here; leave them out."
+            f"{type(inner).__name__} translates with its own `generate`, which has no `sample`, `rules`, "
+            "`quantization` or banned tokens here; leave them out."
         )
     return GenerateBackend(inner, pad_token_id, options)
 
 
 def options_for(model: PreTrainedModel, given: dict[str, Any]) -> SearchOptions:
-    """Fill in what was not asked for from the model's generation configuration, and the rest from the paper.
+    """Complete options of a search from the model's generation configuration, and then with the paper's values.
 
     Args:
         model: A model that generates text.
-        given: Fields of `SearchOptions`; `None` means not given.
+        given: Fields of `SearchOptions`; `None` as if left out.
 
     Returns:
         The options.
@@ -128,25 +128,25 @@ def banned_tokens_of(config: GenerationConfig) -> tuple[int, ...]:
     words = config.bad_words_ids or ()
     if any(len(word) != 1 for word in words):
         raise UserError(
-            "`bad_words_ids` bans words of several tokens, and this search only single ones; leave such words out of "
-            "the generation configuration."
+            "`bad_words_ids` bans words of several tokens, but this search bans single tokens only; leave such words "
+            "out of the generation configuration."
         )
     return (*(config.suppress_tokens or ()), *(word[0] for word in words))
 
 
 def special_tokens_of(config: GenerationConfig) -> SpecialTokens:
-    """Start and ends of a model's translations."""
+    """The tokens that a model's translations start from and end with."""
     ends = config.eos_token_id
     return SpecialTokens(config.decoder_start_token_id, tuple(ends) if isinstance(ends, Sequence) else (ends,))
 
 
 class SearchBackend:
-    """Our search.
+    """Translates with this package's search.
 
     Args:
-        model: The model; only its special tokens are taken from it.
+        model: The model; only its special tokens are read.
         pad_token_id: Id that fills sources.
-        options: The kind of search.
+        options: Options of the search.
         decoder: Scores tokens.
     """
 
@@ -164,7 +164,7 @@ class SearchBackend:
 
     @property
     def takes_threads(self) -> bool:
-        """As `Backend.takes_threads`: not where a hook or an offloaded weight may be in the way of other threads."""
+        """As `Backend.takes_threads`: not if the model is called, because its hooks may not be thread-safe."""
         return not isinstance(self._decoder.current, PlainDecoder)
 
     def renew(self) -> None:
@@ -210,11 +210,11 @@ class GenerateBackend:
 
     @property
     def takes_threads(self) -> bool:
-        """As `Backend.takes_threads`: nobody promises it of `generate`."""
+        """As `Backend.takes_threads`: no, because `generate` does not promise to be thread-safe."""
         return False
 
     def renew(self) -> None:
-        """As `Backend.renew`; `generate` always uses the model as it is."""
+        """As `Backend.renew`: nothing to do, because `generate` calls the model."""
 
     @torch.inference_mode()
     def translate(
@@ -225,13 +225,13 @@ class GenerateBackend:
         places: Sequence[int],
         with_scores: bool,
     ) -> list[list[Hypothesis]]:
-        """As `Backend.translate`; there are no prefixes."""
+        """As `Backend.translate`, without prefixes."""
         if prefixes is not None and any(prefixes):
             raise UserError(f"{type(self._model).__name__} takes no forced prefix here; leave prefixes out.")
         options = self._options
         input_ids, attention_mask = pad(sources, self._pad_token_id)
         max_new_tokens = min(input_ids.shape[1] + options.extra_length, options.max_length or 1 << 31)
-        # Options of beam search that the generation configuration holds do not apply to greedy search.
+        # Options of beam search in the generation configuration do not apply to greedy search.
         rules = {"length_penalty": options.length_penalty} if options.num_beams > 1 else {"length_penalty": None}
         if options.num_beams == 1:
             rules["early_stopping"] = None

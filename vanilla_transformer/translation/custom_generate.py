@@ -23,7 +23,7 @@ from .backends import banned_tokens_of, special_tokens_of
 from .options import SearchOptions
 
 
-# What `generate` makes of options that the search has, too.
+# The classes that `generate` makes for options that this search has as well.
 _PROCESSORS = (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -31,7 +31,7 @@ _PROCESSORS = (
     SuppressTokensLogitsProcessor,
 )
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
-# What `generate` takes where neither the call nor the model says otherwise.
+# The default of `generate`.
 _DEFAULT_LENGTH_PENALTY = 1.0
 
 
@@ -45,32 +45,32 @@ def paper_beam_search(
     extra_length: int = 50,
     **model_kwargs,
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput:
-    """Search as the paper does (§6.1), where `generate` is called; an argument for its `custom_generate`.
+    """The paper's beam search (§6.1) for the argument `custom_generate` of `generate`.
 
-    Beam size, number of returned sequences, suppressed tokens, smallest length and decoder inputs, which are a forced
-    prefix, are those of the call or of the generation configuration. Translations end with the length of their own
-    source + `extra_length`, or with `max_new_tokens` where that is given and comes first. `early_stopping` does not
-    count, nor does `max_length`, which `generate` sets to 21 where nobody else does, nor do `streamer` and
-    `assistant_model`, which `generate` keeps to itself.
+    The call or the generation configuration sets the beam size, the number of returned sequences, suppressed tokens,
+    the smallest length and the decoder inputs, which are a forced prefix. A translation has at most `extra_length`
+    tokens more than its own source, and at most `max_new_tokens` if that is given. These options have no effect:
+    `early_stopping`; `max_length`, which `generate` sets to 21 if nobody sets it; `streamer` and `assistant_model`,
+    which `generate` does not pass on.
 
     Args:
         model: The model that `generate` was called on.
-        input_ids: Decoder inputs, repeated for each beam; `generate` passes this and what follows, but for `alpha` and
-            `extra_length`.
-        logits_processor: What `generate` makes of its options.
-        stopping_criteria: Likewise.
-        generation_config: Likewise.
-        alpha: Power of the length penalty ((5 + length) / 6)^alpha; `None` takes `length_penalty` of the call, else of
-            the model's generation configuration, else 0.6. For a model whose configuration says nothing, a call with
-            1.0 looks like transformers' default, and must say so by `alpha`.
-        extra_length: Largest number of tokens beyond those of the source.
+        input_ids: Decoder inputs [sentences * beams, length], repeated for each beam. `generate` passes this and all
+            other arguments except `alpha` and `extra_length`.
+        logits_processor: Made by `generate` from its options.
+        stopping_criteria: Made by `generate` from its options.
+        generation_config: Made by `generate` from its options.
+        alpha: Exponent of the length penalty ((5 + length) / 6)^alpha. `None` takes `length_penalty` of the call, or
+            else of the model's generation configuration, or else 0.6. If the model's configuration has none, a call
+            with `length_penalty=1.0` looks like transformers' default; pass `alpha=1.0` instead.
+        extra_length: A translation has at most this many tokens more than its source.
         **model_kwargs: The encoder's output and its mask, repeated for each beam.
 
     Returns:
-        Ids as `generate` returns them, or, with `return_dict_in_generate`, with `sequences_scores`.
+        Ids as `generate` returns them; with `return_dict_in_generate`, an output that also has `sequences_scores`.
 
     Raises:
-        UserError: The call asks for what this search does not do.
+        UserError: The call sets an option that this search does not support.
 
     Example:
         >>> from vanilla_transformer import paper_beam_search
@@ -86,7 +86,7 @@ def paper_beam_search(
         num_hypotheses=generation_config.num_return_sequences,
         length_penalty=alpha,
         extra_length=extra_length,
-        # Its lengths count the token that decoding starts from.
+        # `min_length` of transformers counts the token that decoding starts from.
         min_length=max(0, (generation_config.min_length or 0) - 1),
         banned_tokens=banned_tokens_of(generation_config),
     )
@@ -141,7 +141,7 @@ def _check(
     unknown += [type(part).__name__ for part in stopping_criteria if not isinstance(part, _CRITERIA)]
     if unknown:
         raise UserError(
-            f"paper_beam_search does not do what was asked for: {', '.join(unknown)}; leave it out, or call "
+            f"paper_beam_search does not support what was asked for: {', '.join(unknown)}; leave it out, or call "
             "`generate` without `custom_generate`."
         )
 
@@ -149,9 +149,9 @@ def _check(
 def _as_generated(
     found: list[list[Hypothesis]], start: torch.Tensor, options: SearchOptions, generation_config: GenerationConfig
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput:
-    """Ids [sentences * sequences, 1 + length], padded on the right, with the start [sentences] in front."""
+    """Ids [sentences * sequences, 1 + length], padded on the right; the first column is `start` [sentences]."""
     count = options.num_hypotheses
-    # A vocabulary that allows fewer translations than were asked for leaves rows without any.
+    # A small vocabulary may allow fewer translations than were asked for; the other rows stay empty.
     missing = Hypothesis((), -np.inf, -np.inf, False)
     rows = [hypothesis for own in found for hypothesis in [*own, *[missing] * (count - len(own))]]
     length = max(len(hypothesis.tokens) for hypothesis in rows)

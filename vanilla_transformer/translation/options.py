@@ -1,4 +1,4 @@
-"""What a translator is made from, checked without torch, so that the command line answers mistakes at once."""
+"""Options of a translator, checked without importing torch, so that the command line answers mistakes at once."""
 
 import math
 import re
@@ -16,34 +16,34 @@ LongTexts = Literal["split", "refuse", "translate"]
 Quantization = Literal["int8"]
 
 
-# Room is made for so many hypotheses and tokens before the search begins.
+# The search allocates memory for all hypotheses and tokens before it begins.
 _LARGEST = {"num_hypotheses": 10_000, "num_beams": 10_000, "extra_length": 100_000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How a translation is searched for; the defaults are the paper's (§6.1).
+    """Options of the search for a translation; the defaults are the paper's (§6.1).
 
-    Lengths count the tokens of a translation with its `</s>`, and without the token that decoding starts from.
+    Lengths are numbers of tokens. They include `</s>`, but not the token that decoding starts from.
 
     Args:
         num_beams: Beam size, 1 to 10,000; 1 is greedy search.
-        num_hypotheses: Number of translations for each sentence: at most `num_beams`, or up to 10,000 samples.
-        length_penalty: Power of the length by which log-probabilities are divided, -10 to 10; below 0 short
-            translations win.
+        num_hypotheses: Number of translations of each sentence: at most `num_beams`; with `sample`, at most 10,000.
+        length_penalty: Exponent of the length penalty, -10 to 10. The log-probability of a translation is divided by
+            the penalty; below 0, short translations win.
         rules: `paper` divides by ((5 + length) / 6)^`length_penalty` (Wu et al., 2016) and lets any of the
             2 x `num_beams` best candidates end; `transformers` divides by length^`length_penalty`, and only the best
             `num_beams` candidates may end, as in `generate(early_stopping="never")`.
-        extra_length: Largest number of tokens beyond those of the source, 0 to 100,000.
-        max_length: Largest number of tokens whatever the source, at least 1; `None` for none.
-        min_length: Smallest number of tokens before `</s>`.
-        banned_tokens: Ids that no translation contains. What is forbidden is left out of the softmax.
-        sample: Whether tokens are drawn by their probability, instead of a search for the best.
-        temperature: Divides logits before a token is drawn, above 0.
-        top_k: Draws only among so many best tokens; 0 for all.
-        top_p: Draws only among the best tokens that together have this probability, in (0, 1].
-        seed: Decides what is drawn, together with the place of the text, but not with its neighbours in a batch; at
-            least 0, below 2^63.
+        extra_length: A translation has at most this many tokens more than its source, 0 to 100,000.
+        max_length: A translation has at most this many tokens, whatever its source; at least 1. `None` sets no bound.
+        min_length: A translation has at least this many tokens before `</s>`.
+        banned_tokens: Ids of tokens that no translation contains. The softmax leaves them out.
+        sample: Whether to draw each token by its probability, instead of searching for the best translation.
+        temperature: Divides the logits before a token is drawn, above 0.
+        top_k: Draw only from this many most probable tokens; 0 for all.
+        top_p: Draw only from the smallest set of most probable tokens whose probabilities add up to this, in (0, 1].
+        seed: Seed of the draws, at least 0 and below 2^63. A draw depends on the seed and on the position of the text
+            among all texts, not on the batch.
 
     Raises:
         UserError: A value is out of range, or values do not fit together.
@@ -70,37 +70,37 @@ class SearchOptions:
             check_at_least(name, getattr(self, name), 0)
         for name, largest in _LARGEST.items():
             if getattr(self, name) is not None and getattr(self, name) > largest:
-                raise UserError(f"--{name} is {getattr(self, name)}; it must be at most {largest}.")
+                raise UserError(f"`{name}` is {getattr(self, name)}; it must be at most {largest}.")
         if self.seed >= 1 << 63:
-            raise UserError(f"--seed is {self.seed}; it must be below 2**63.")
-        # Beyond that, powers of lengths have no room in 32 bits.
+            raise UserError(f"`seed` is {self.seed}; it must be below 2**63.")
+        # Larger powers of lengths overflow float32.
         if not abs(self.length_penalty) <= 10.0:
-            raise UserError(f"--length_penalty is {self.length_penalty}; it must be a number from -10 to 10.")
+            raise UserError(f"`length_penalty` is {self.length_penalty}; it must be a number from -10 to 10.")
         if self.rules not in get_args(SearchRules):
-            raise UserError(f"--rules is {self.rules}; it must be one of {', '.join(get_args(SearchRules))}.")
+            raise UserError(f"`rules` is {self.rules}; it must be one of {', '.join(get_args(SearchRules))}.")
         if not 0.0 < self.temperature < math.inf:
-            raise UserError(f"--temperature is {self.temperature}; it must be above 0.")
+            raise UserError(f"`temperature` is {self.temperature}; it must be above 0.")
         if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"--top_p is {self.top_p}; it must be above 0 and at most 1.")
+            raise UserError(f"`top_p` is {self.top_p}; it must be above 0 and at most 1.")
         if self.sample and self.num_beams != 1:
-            raise UserError(f"--sample was given with --num_beams {self.num_beams}; samples need --num_beams 1.")
+            raise UserError(f"`num_beams` is {self.num_beams}, but `sample` needs `num_beams` 1.")
         if not self.sample and self.num_hypotheses > self.num_beams:
             raise UserError(
-                f"--num_hypotheses is {self.num_hypotheses}; it must be at most --num_beams, {self.num_beams}."
+                f"`num_hypotheses` is {self.num_hypotheses}; it must be at most `num_beams`, {self.num_beams}."
             )
         if not self.sample:
             for name, unset in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
                 if getattr(self, name) != unset:
-                    raise UserError(f"--{name} was given without --sample; it applies to sampling only.")
+                    raise UserError(f"`{name}` was given without `sample`; it applies to sampling only.")
 
     def penalty(self, length):
-        """What the log-probability of a translation is divided by.
+        """The length penalty, by which the log-probability of a translation is divided.
 
         Args:
-            length: Number of tokens, or an array of such numbers.
+            length: Number of tokens, or an array of numbers of tokens.
 
         Returns:
-            The divisor, or an array of divisors.
+            The penalty, or an array of penalties of the same shape.
         """
         base = (5.0 + length) / 6.0 if self.rules == "paper" else length * 1.0
         return base**self.length_penalty
@@ -118,18 +118,18 @@ def check_at_least(name: str, value: int | None, smallest: int) -> None:
         UserError: The value is smaller.
     """
     if value is not None and value < smallest:
-        raise UserError(f"--{name} is {value}; it must be at least {smallest}.")
+        raise UserError(f"`{name}` is {value}; it must be at least {smallest}.")
 
 
 def check_characters(text: str, place: str) -> None:
-    """Refuse a text that is not Unicode.
+    """Refuse a text that cannot be encoded as UTF-8.
 
     Args:
         text: The text.
-        place: What it is or where it stands, for the error message.
+        place: What the text is, or where it stands, for the error message.
 
     Raises:
-        UserError: The text holds a half of a surrogate pair, which is no character.
+        UserError: The text holds a lone surrogate.
     """
     try:
         text.encode()
@@ -138,10 +138,10 @@ def check_characters(text: str, place: str) -> None:
 
 
 def check_search(search: dict[str, Any], *, tokens_per_batch: int, max_source_tokens: int | None = None) -> None:
-    """Check the options of a translator, as far as they can be checked without its model.
+    """Check those options of a translator that can be checked without its model.
 
     Args:
-        search: Fields of `SearchOptions`; `None` means that the model decides.
+        search: Fields of `SearchOptions`; `None` takes the value of the model's generation configuration.
         tokens_per_batch: At least 1.
         max_source_tokens: At least 1, or `None`.
 
@@ -157,13 +157,13 @@ def check_search(search: dict[str, Any], *, tokens_per_batch: int, max_source_to
 
 
 def check_model_id(model_id: str | Path) -> None:
-    """Check that a model can be meant, without asking the Hub.
+    """Check that this is a model's folder, or has the form of a name on the Hub; the Hub is not asked.
 
     Args:
         model_id: A model's folder, or its name on the Hub, `user/name`.
 
     Raises:
-        UserError: The folder is not a model's, or there is no such folder and no model on the Hub has such a name.
+        UserError: The folder lacks a model's files, or this is neither a folder nor a possible name.
     """
     folder = Path(model_id)
     if folder.is_dir():

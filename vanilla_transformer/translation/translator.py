@@ -29,9 +29,9 @@ from .options import LongTexts, Quantization, check_at_least, check_characters, 
 from .workers import map_side_by_side
 
 
-# What transformers writes for a tokenizer without a largest length is far above this.
+# For a tokenizer without a largest length, transformers writes a far larger number than this.
 _NO_LENGTH = 1 << 30
-# Shorter sources count as many tokens in a batch.
+# Shorter sources count as this many tokens of a batch.
 _LEAST_LENGTH = 16
 
 
@@ -41,10 +41,10 @@ class Translation:
 
     Args:
         text: The translation, one line.
-        log_prob: Its log-probability; NaN where no scores were asked for.
-        score: What translations of a text are ranked by; the log-probability divided by the length penalty. Of a text
-            that was split, log-probability and score are sums over its parts.
-        finished: Whether the translation came to its end, and not only to the largest length.
+        log_prob: Its log-probability; NaN if no scores were asked for.
+        score: The log-probability divided by the length penalty; translations are ranked by it. If a text was split,
+            log-probability and score are sums over its parts.
+        finished: Whether the translation ends with `</s>`, and was not cut off at the largest length.
     """
 
     text: str
@@ -58,29 +58,29 @@ class Translator:
 
     Models of other classes than `VanillaTransformerForConditionalGeneration` translate with their own `generate`.
 
-    Fast decoders read the model's weights where that gives what the model itself would compute. A model with adapters,
-    hooks, quantised or replaced layers, offloaded weights or active dropout is called as it is, by the same search; a
-    warning in the log says why. Each call takes in changes of the model since the last one: other adapters, other
-    layers, edited weights. It cannot notice edits past torch,
-    through `.data` or NumPy, of a few rows of a matrix, and methods that are replaced in a class.
+    A fast decoder reads the model's weights if this gives the same results as calling the model. A model with
+    adapters, hooks, quantised or replaced layers, offloaded weights or active dropout is called instead, by the same
+    search; a warning in the log says why. Each call notices changes of the model since the last call: other adapters,
+    other layers, edited weights. Two kinds of change are not noticed: an edit of a few rows of a matrix that bypasses
+    torch, through `.data` or NumPy, and methods that are replaced in a class.
 
     Args:
-        model: A translation model, which may be in the wrapper of `torch.compile` or of PEFT; used as it is, on its
-            device, in its dtype and in its mode.
+        model: A translation model, which `torch.compile` or PEFT may have wrapped. Its device, dtype and mode
+            (training or evaluation) stay as they are.
         tokenizer: Its tokenizer.
-        tokens_per_batch: Largest padded number of source tokens of a batch, beams not counted; sources below 16 tokens
-            count as 16.
+        tokens_per_batch: Largest number of source tokens of a batch, with padding and without a factor for beams.
+            Sources of fewer than 16 tokens count as 16.
         window: Number of texts of an iterator that are read, sorted and batched together.
-        max_source_tokens: The longest text that is translated whole, in tokens with `</s>`; `None` is the largest
-            length that the tokenizer (`model_max_length`) or learned positions know.
-        long_texts: What happens to longer texts: `split` at ends of sentences where there are any, `refuse`, or
-            `translate` them all the same, unless positions are learned.
-        target_language: Language whose tag sources begin with; `None` leaves it to the tokenizer.
-        quantization: How weights are rounded; `None` for not at all.
-        workers: Number of batches that are translated at once, each on one core; `None` is one on a GPU, and on CPUs
-            as many as torch has threads. Where the model itself is called, it is one.
-        **search: Fields of `SearchOptions`. Those that are left out, or `None`, come from the model's generation
-            configuration, and else are the paper's.
+        max_source_tokens: Length of the longest text that is translated whole, in tokens with `</s>`. `None` takes the
+            smaller of the tokenizer's `model_max_length` and the number of learned positions.
+        long_texts: What happens to longer texts. `split` splits them, between sentences if possible; `refuse` raises
+            an error; `translate` translates them whole, except that a model with learned positions refuses them.
+        target_language: Language whose tag is put before each source; `None` takes the tokenizer's `tgt_lang`.
+        quantization: `int8` rounds weights to 8 bits; `None` does not round them.
+        workers: Number of batches that are translated at the same time, each on one core. `None` means 1 on a GPU, and
+            the number of torch's threads on CPUs. If the model itself is called, it is always 1.
+        **search: Fields of `SearchOptions`. What is left out or `None` comes from the model's generation
+            configuration, or else is the paper's value.
 
     Raises:
         UserError: A value is out of range, the model does not generate text, or it needs a language.
@@ -128,7 +128,7 @@ class Translator:
 
     @property
     def workers(self) -> int:
-        """Number of batches that are translated at once."""
+        """Number of batches that are translated at the same time."""
         if not self._backend.takes_threads:
             return 1
         return self._workers or (torch.get_num_threads() if self.model.device.type == "cpu" else 1)
@@ -148,19 +148,19 @@ class Translator:
 
         Args:
             model_id: Folder that `train` or `save_pretrained` wrote, or a model's name on the Hub.
-            device: Where to run; `None` takes a GPU where there is one.
+            device: Where to run; `None` takes a GPU if there is one.
             dtype: Floating-point type of the weights; `auto` is the one they were saved in.
             quantization: As for the class.
-            trust_remote_code: Whether Python code that the model brings may run; models of this package, and of
-                classes that transformers has, need none.
-            **options: Options of the class.
+            trust_remote_code: Whether Python code from the model's repository may run. Models of this package and of
+                transformers' own classes need no such code.
+            **options: Other arguments of the class.
 
         Returns:
             The translator, its model in evaluation mode.
 
         Raises:
-            UserError: There is no model of that name, or it cannot be loaded, or its weights or its tokenizer do not
-                fit its configuration, or it needs code that may not run, or an option is wrong.
+            UserError: There is no such model; it cannot be loaded; its weights or its tokenizer do not fit its
+                configuration; it needs code that may not run; or an option is wrong.
         """
         check_model_id(model_id)
         source = model_id if Path(model_id).is_dir() else _on_hub(str(model_id))
@@ -179,19 +179,19 @@ class Translator:
     @overload
     def translate(self, texts: Iterable[str], **options: Any) -> Iterator[str]: ...
     def translate(self, texts, **options):
-        """Translate one text, several, or any number of them in constant memory.
+        """Translate one text, a sequence of texts, or an iterator of any length in constant memory.
 
         Args:
             texts: A text; a sequence of texts; or an iterator, which is read one window at a time. An empty text stays
                 empty.
-            **options: As for `hypotheses`, but for `with_scores`.
+            **options: As for `hypotheses`, without `with_scores`.
 
         Returns:
-            The best translation; a list of those of a sequence; an iterator over those of an iterator. They have the
-            order of the texts, and each is one line.
+            For a text its best translation, for a sequence a list, for an iterator an iterator. Translations have the
+            order of the texts; each is one line.
 
         Raises:
-            UserError: A text has more tokens than are translated, or is not Unicode.
+            UserError: A text is too long and `long_texts` refuses it, or a text holds a lone surrogate.
         """
         return self._by_shape(texts, lambda found: found[0].text, with_scores=False, **options)
 
@@ -202,16 +202,16 @@ class Translator:
     @overload
     def hypotheses(self, texts: Iterable[str], **options: Any) -> Iterator[list[Translation]]: ...
     def hypotheses(self, texts, *, with_scores=True, **options):
-        """Translate, with scores and with as many translations of each text as `num_hypotheses` says.
+        """Translate into `num_hypotheses` translations of each text, with their scores.
 
         Args:
             texts: As for `translate`.
-            with_scores: Whether greedy search computes scores; other searches have them in any case.
-            **options: `prefixes`, for each text what its translations begin with; `show_progress`, whether to draw a
-                progress bar.
+            with_scores: Whether greedy search computes scores; other searches always do.
+            **options: `prefixes`, the text that the translations of each text begin with; `show_progress`, whether to
+                draw a progress bar.
 
         Returns:
-            As `translate`, with the list of the translations of each text, the best first, in the place of a text.
+            As `translate`, but for each text the list of its translations, the best first.
 
         Raises:
             UserError: As `translate`, or a prefix is longer than a translation may be.
@@ -280,10 +280,10 @@ class Translator:
 
         Args:
             texts: Texts.
-            prefixes: For each text what its translations begin with.
-            start: Number of the first text, from 0, where the texts are part of more.
+            prefixes: For each text, the text that its translations begin with.
+            start: Number of texts that came before these, if these are part of a longer sequence.
             with_scores: Whether greedy search computes scores.
-            on_progress: Called with the number of texts that were translated since the last call.
+            on_progress: Called with the number of texts that were finished since the last call.
 
         Returns:
             For each text its translations, the best first.
@@ -336,7 +336,7 @@ class Translator:
         return [_join([next(decoded) for _ in own]) for own in parts]
 
     def _parts(self, texts: list[str], start: int) -> list[list[np.ndarray]]:
-        """Ids of texts: none of an empty one, one row of most, several of one that is split."""
+        """Rows of ids of each text: none for an empty text, several for one that is split, else one."""
         wanted = [index for index, text in enumerate(texts) if text]
         parts: list[list[np.ndarray]] = [[] for _ in texts]
         limit = _NO_LENGTH if self.max_source_tokens is None else self.max_source_tokens
@@ -348,7 +348,7 @@ class Translator:
             else:
                 raise UserError(
                     f"Text {start + index + 1:,} has {len(ids):,} tokens, and at most {limit:,} are translated; split "
-                    "the text, or have it split with --long_texts split."
+                    "the text, or set `long_texts` to split."
                 )
         return parts
 
@@ -359,14 +359,14 @@ class Translator:
         return [np.asarray(row) for row in rows]
 
     def _batches(self, sources: list[np.ndarray]) -> Sequence[np.ndarray]:
-        """Numbers of the sources of each batch."""
+        """Indices of the sources of each batch."""
         lengths = np.fromiter((len(row) for row in sources), dtype=np.int64, count=len(sources))
-        # Few texts are spread over all workers.
+        # So that even a few texts occupy all workers.
         budget = min(self.tokens_per_batch, -(-int(lengths.sum()) // self.workers))
-        # Each row takes memory beyond that of its source.
+        # A row takes memory even if its source is short.
         counted = np.maximum(lengths, _LEAST_LENGTH)
         budget = max(budget, int(counted.max()))
-        # Longest first: if memory is short, it is at once.
+        # Longest first: if memory does not suffice, this shows at once.
         return TokenBatches(lengths, counted, tokens_per_batch=budget, shuffle=False).batches(0)[::-1]
 
     def _decode(self, found: list[list[Hypothesis]]) -> list[list[Translation]]:
@@ -374,7 +374,7 @@ class Translator:
         texts = iter(self.tokenizer.batch_decode(tokens, skip_special_tokens=True) if tokens else [])
         return [
             [
-                # A vocabulary of bytes can produce line ends, which would shift every line after them in a file.
+                # A byte-level vocabulary can produce line ends, which would shift all later lines of a file.
                 Translation(
                     re.sub(r"[\r\n]+", " ", next(texts)).strip(),
                     hypothesis.log_prob,
@@ -388,7 +388,7 @@ class Translator:
 
 
 def _join(parts: list[list[Translation]]) -> list[Translation]:
-    """The translations of a text out of those of its parts: the best of each, the second best of each, ..."""
+    """Join the translations of a text's parts: the best of each part, the second best of each part, and so on."""
     if not parts:
         return [Translation("", 0.0, 0.0, True)]
     if len(parts) == 1:
@@ -409,36 +409,36 @@ def _check_device(device: str | torch.device) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"--device {device} cannot be used ({reason}); choose another, such as cpu.") from error
+        raise UserError(f"`device` {device} cannot be used ({reason}); choose another, such as cpu.") from error
 
 
 def _speaking(tokenizer: PreTrainedTokenizerBase, language: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, or a copy that begins sources with a language's tag."""
+    """The tokenizer, or a copy that puts a language's tag before sources."""
     known = getattr(tokenizer, "language_tags", {})
     if language is None:
         if known and tokenizer.tgt_lang is None:
             raise UserError(
-                f"The model was trained for several target languages; name one of {', '.join(known)} with "
-                "--target_language."
+                f"The model was trained for several target languages; set `target_language` to one of "
+                f"{', '.join(known)}."
             )
         return tokenizer
     if language not in known:
         listed = f"has tags for {', '.join(known)}" if known else "has no language tags"
-        raise UserError(f"--target_language is {language}, but the vocabulary {listed}; correct it or leave it out.")
+        raise UserError(f"`target_language` is {language}, but the vocabulary {listed}; correct it or leave it out.")
     tokenizer = deepcopy(tokenizer)
     tokenizer.tgt_lang = language
     return tokenizer
 
 
 def _on_hub(name: str) -> str | Path:
-    """What to load a model on the Hub from: its name; where the Hub cannot be asked, the folder of its last download.
+    """Where to load a model of the Hub from: its name, or the folder of its last download if the Hub does not answer.
 
-    With its name, `from_pretrained` would ask for every file, and repeat each request that fails for 23 seconds.
+    Given the name, `from_pretrained` would request every file, and repeat each failing request for 23 seconds.
     """
     try:
         found = HfApi().file_exists(name, "config.json")
     except Exception as error:
-        # What a request raises is the business of the Hub's HTTP library, which changes between releases.
+        # The exceptions of a request are those of the Hub's HTTP library, which differ between releases.
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str):
             return Path(cached).parent

@@ -1,6 +1,6 @@
-"""Whole batches side by side, each on a core of its own.
+"""Translates several batches at the same time, each on its own core.
 
-Products of one batch are too small to be shared among cores; batches need nothing of each other.
+The GEMMs of one batch are too small to be shared by several cores, and batches are independent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +16,15 @@ Result = TypeVar("Result")
 
 
 def map_side_by_side(function: Callable[[Item], Result], items: Sequence[Item], *, workers: int) -> Iterator[Result]:
-    """Apply a function to several items at a time.
+    """Apply a function to several items at the same time.
 
     Args:
-        function: What is done with an item; it leaves Python's lock for most of its time.
-        items: Items.
-        workers: How many at a time, each in a thread in which torch uses one core.
+        function: The function; it releases Python's global interpreter lock most of the time.
+        items: Its arguments.
+        workers: Number of threads. In each of them, torch uses one core.
 
     Yields:
-        The results, in the order of the items. No new item is begun once the caller stops.
+        The results, in the order of the items. Once the caller stops, no further item is begun.
     """
     if workers == 1 or len(items) < 2:
         yield from map(function, items)
@@ -37,5 +37,5 @@ def map_side_by_side(function: Callable[[Item], Result], items: Sequence[Item], 
         ):
             yield from results
     finally:
-        # What one thread sets holds for the process, and for threads that begin later.
+        # `set_num_threads` in one thread also acts on the process and on threads that start later.
         torch.set_num_threads(threads)

@@ -6,6 +6,7 @@ from statistics import mean
 
 import pytest
 import torch
+from native_parts import require
 from torch import nn
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
@@ -103,8 +104,8 @@ def test_under_autocast_results_are_as_near_to_single_precision_as_the_plain_net
     ):
         if means not in users:
             monkeypatch.setattr(module, why_not, lambda: "they are not wanted")
-        elif (reason := getattr(module, why_not)()) is not None:
-            pytest.skip(reason)
+        else:
+            require(why_not.removeprefix("why_no_"), getattr(module, why_not)())
     if means == "public operations":
         monkeypatch.setattr(fused_layers, "_has_linear_pointwise", lambda _: False)
     _, fused = models(sixteen_bits=sixteen_bits, **KINDS[kind])

@@ -1,5 +1,6 @@
 """Tests of what becomes of freed memory."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -81,9 +82,19 @@ def test_a_system_that_does_not_tell_is_left_alone(monkeypatch, tmp_path):
 
 
 def test_without_glibc_nothing_is_asked_of_it(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    FreedMemory().update_done()
-    memory.return_freed_memory()
+    calls = []
+
+    class Library:
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    for platform, expected in (("linux", ["mallopt", "mallopt", "malloc_trim"]), ("darwin", [])):
+        calls.clear()
+        monkeypatch.setattr(sys, "platform", platform)
+        FreedMemory()
+        memory.return_freed_memory()
+        assert calls == expected
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from native_parts import require
 from runs import make_run, records_of, train_anew
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
@@ -30,8 +31,7 @@ PACKABLE = {"mixed_precision": "bf16", "device": "cpu", "d_k": 16, "d_v": 16}
 
 @pytest.fixture(autouse=True)
 def available():
-    if (reason := kernels.why_no_kernels()) is not None:
-        pytest.skip(reason)
+    require("kernels", kernels.why_no_kernels())
 
 
 def make_model(**changes) -> VanillaTransformerForConditionalGeneration:

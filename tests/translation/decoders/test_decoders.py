@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from native_parts import require
 
 from vanilla_transformer.errors import UserError
 from vanilla_transformer.native import incremental_decoder, library
@@ -53,11 +54,11 @@ ROUNDING = {
 
 
 def make(maker, name, model):
-    """A decoder, or a skipped test where this machine has none of the kind."""
+    """A decoder; the test is skipped where this machine can have none of the kind."""
     kind, _, precision = name.partition(" ")
     if kind == "native":
-        if (reason := why_not_native(model, precision or "float32")) is not None:
-            pytest.skip(reason)
+        precision = precision or "float32"
+        require(f"decoder {precision}", why_not_native(model, precision))
     elif precision in ("onednn", "int8") and not can_pack(precision):
         pytest.skip(f"torch cannot pack {precision} here")
     return maker(model)
@@ -249,9 +250,8 @@ def test_ids_outside_the_vocabulary_are_refused(scrambled):
 @pytest.mark.usefixtures("fresh_library")
 def test_other_instructions_give_the_same(scrambled, monkeypatch, flags):
     model = scrambled(**VARIANTS["several layers"])
+    require("decoder float32", why_not_native(model, "float32"))
     precisions = [each for each in ("float32", "bfloat16", "int8") if why_not_native(model, each) is None]
-    if not precisions:
-        pytest.skip("nothing to compare with")
 
     def logits(precision: str) -> list[torch.Tensor]:
         return [logits for logits, _ in walk(model, NativeDecoder(model, precision=precision), sentences=20)]

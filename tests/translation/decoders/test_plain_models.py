@@ -292,7 +292,7 @@ def test_dropout_acts_in_training_mode_and_checkpointing_is_refused(make_model, 
 
 def test_rounding_is_refused_where_weights_cannot_be_read(model, tokenizer):
     add_hook(model)
-    with pytest.raises(UserError, match=r"^--quantization int8 is not possible here, because .* has a hook; leave"):
+    with pytest.raises(UserError, match=r"^`quantization` int8 is not possible here, because .* has a hook; leave"):
         Translator(model, tokenizer, quantization="int8")
 
 

@@ -36,7 +36,7 @@ def test_the_text_of_a_line(layout, line, text):
 @pytest.mark.parametrize(
     ("layout", "line", "message"),
     [
-        (Layout(source="tsv", column=3), "a\tb", "file, line 4, has 2 columns, and --column is 3;"),
+        (Layout(source="tsv", column=3), "a\tb", "file, line 4, has 2 columns, and `column` is 3;"),
         (Layout(source="jsonl"), "{", "file, line 4, is not JSON ("),
         (Layout(source="jsonl"), "", "file, line 4, is not JSON ("),
         (Layout(source="jsonl"), "[1]", "file, line 4, is not a JSON object;"),

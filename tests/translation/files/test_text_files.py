@@ -199,7 +199,8 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, source, m
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     run(make_translator(), source, tmp_path / "target")
-    assert (tmp_path / "target").exists()
+    expected = make_translator().translate(source.read_text(encoding="utf-8").splitlines())
+    assert (tmp_path / "target").read_text(encoding="utf-8").splitlines() == expected
 
 
 def test_one_line_of_output_for_each_line_of_input_in_every_layout(tmp_path, sentences, make_translator):
@@ -228,7 +229,7 @@ def test_one_line_of_output_for_each_line_of_input_in_every_layout(tmp_path, sen
         (b"\xef\xbb\xbfa\nb\xdf\n", "source, line 2, byte 2: the text is not UTF-8; convert it."),
         (b"a\nb\0\n", "source, line 2: the text has a NUL character"),
         ("a\nb\n".encode("utf-16"), "source is UTF-16, and text must be UTF-8; convert it: iconv -f UTF-16 -t UTF-8"),
-        (b"ok\tx\na\n", "source, line 2, has 1 columns, and --column is 2;"),
+        (b"ok\tx\na\n", "source, line 2, has 1 columns, and `column` is 2;"),
     ],
 )
 def test_an_input_is_checked_to_its_end(tmp_path, content, message):

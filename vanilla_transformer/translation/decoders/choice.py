@@ -1,4 +1,4 @@
-"""Which decoder a model gets on the machine at hand."""
+"""Chooses the fastest decoder for a model on this machine."""
 
 import logging
 from threading import Lock
@@ -24,7 +24,7 @@ class ModelDecoder:
     """The decoder of a model, made anew when the model has changed.
 
     Args:
-        model: The model, which the wrappers that `unwrapped` knows may be around.
+        model: The model, in any wrapper that `unwrapped` removes.
         quantization: As for `make_decoder`.
 
     Attributes:
@@ -44,7 +44,7 @@ class ModelDecoder:
         self.renew()
 
     def renew(self) -> None:
-        """Make the decoder anew if the model has changed; see `Snapshot` for what is noticed.
+        """Make the decoder anew if the model has changed; `Snapshot` says which changes are noticed.
 
         Raises:
             UserError: As the class.
@@ -55,7 +55,7 @@ class ModelDecoder:
                 return
             reason = why_not_plain(model)
             if reason is None:
-                # Before the weights are read, so that what changes meanwhile is noticed the next time.
+                # Before the weights are read, so that a change in the meantime is noticed by the next call.
                 snapshot = Snapshot(model)
                 self.current = make_fast_decoder(model, quantization=self._quantization)
             else:
@@ -75,7 +75,7 @@ def make_decoder(
 
     Args:
         model: The model.
-        quantization: `int8` rounds matrices, and what is multiplied with them, to 8 bits; `None` rounds nothing.
+        quantization: `int8` rounds both factors of each GEMM to 8 bits; `None` rounds nothing.
 
     Returns:
         The decoder.
@@ -93,8 +93,8 @@ def make_plain_decoder(
 
     Args:
         model: The model.
-        reason: Why no other decoder computes what it does, a clause.
-        quantization: `None`, or the mistake that is refused.
+        reason: Why no other decoder computes what the model does, as a clause.
+        quantization: `None`; any other value is refused.
 
     Returns:
         The decoder.
@@ -103,7 +103,7 @@ def make_plain_decoder(
         UserError: A quantisation was asked for.
     """
     if quantization is not None:
-        raise UserError(f"--quantization {quantization} is not possible here, because {reason}; leave it out.")
+        raise UserError(f"`quantization` {quantization} is not possible here, because {reason}; leave it out.")
     return PlainDecoder(model)
 
 
@@ -112,12 +112,12 @@ def make_fast_decoder(
 ) -> NativeDecoder | PackedDecoder:
     """Make the fastest decoder that reads weights, for a model that `why_not_plain` has no reason against.
 
-    On CPUs that is the one in C++ where it can be compiled and the processor has what it needs, else the one of
-    torch's operators. Models in bfloat16 are computed in float32 where the processor has no instructions for them,
-    because bfloat16 would be slower there.
+    On CPUs, that is the decoder in C++ if it can be compiled and the processor has the instructions that it needs, or
+    else the one made of torch's operators. A model in bfloat16 is computed in float32 if the processor has no
+    instructions for bfloat16, which would then be slower.
 
     Args:
-        model: The model; its dtype is what is computed in.
+        model: The model; the decoder computes in its dtype, except as said above.
         quantization: As for `make_decoder`.
 
     Returns:
@@ -132,7 +132,7 @@ def make_fast_decoder(
             return NativeDecoder(model, precision="int8")
         if model.device.type == "cpu" and can_pack("int8"):
             return PackedDecoder(model, dtype=torch.float32, packing="int8")
-        raise UserError(f"--quantization {quantization} is not possible here, because {reason}; leave it out.")
+        raise UserError(f"`quantization` {quantization} is not possible here, because {reason}; leave it out.")
     if model.device.type != "cpu" or model.dtype == torch.float64:
         return PackedDecoder(model, dtype=model.dtype)
     if model.dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Matrix products with weights that were packed once, by operators of torch that are not all public."""
+"""GEMMs with weights that are packed once; some of the torch operators used are not public."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,15 +13,15 @@ Packing = Literal["plain", "onednn", "int8"]
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, packing: Packing, *, relu: bool = False) -> Product:
-    """Prepare a product with a matrix.
+    """Pack a weight matrix for GEMMs.
 
     Args:
-        weight: Matrix [out, in] in the dtype of what it is multiplied with.
+        weight: Matrix [out, in], in the dtype of the other factor.
         bias: Vector [out], or `None`.
-        packing: `plain` is torch's own; `onednn` keeps bfloat16 weights in the order that the processor's matrix units
-            read, where torch would order them anew at each call; `int8` rounds them, and at each call what is
-            multiplied with them, to 8 bits, each row of both on a scale of its own.
-        relu: Whether negative results become 0.
+        packing: `plain` packs nothing. `onednn` keeps bfloat16 weights in the layout that the processor's matrix units
+            read, which torch would otherwise produce anew in each call. `int8` rounds the weights once, and the other
+            factor in each call, to 8 bits, with one scale for each row.
+        relu: Whether to apply ReLU to the result.
 
     Returns:
         A function of [rows, in] that returns x W^T + b [rows, out].
@@ -40,7 +40,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, packing: Packing, *, r
 
 @cache
 def can_pack(packing: Packing) -> bool:
-    """Whether this torch, on this machine, has a packing's operators, and they give the right results."""
+    """Whether this torch has the operators of a packing, and they give the right results on this machine."""
     if packing == "plain":
         return True
     if packing == "onednn" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -53,7 +53,7 @@ def can_pack(packing: Packing) -> bool:
     try:
         product = pack(weight, None, packing, relu=True)
         outputs = torch.cat([product(rows), product(rows[:1])]).float()
-    # A missing operator is an AttributeError, one that lacks a kernel a RuntimeError.
+    # A missing operator raises AttributeError, one without a kernel for this processor RuntimeError.
     except (AttributeError, RuntimeError):
         return False
     return torch.allclose(outputs, torch.cat([expected, expected[:1]]), atol=0.2, rtol=0.02)
@@ -85,6 +85,6 @@ def _pack_int8(weight: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> P
 
 
 def _round_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers of 8 bits and the scale of each row [rows, 1]."""
+    """The matrix rounded to int8, and the scale of each row [rows, 1]."""
     scales = matrix.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
     return (matrix / scales).round_().to(torch.int8), scales

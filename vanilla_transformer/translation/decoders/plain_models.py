@@ -1,7 +1,7 @@
-"""Whether what a model computes is known from its weights, and whether they are still what they were.
+"""Whether the fast decoders may read a model's weights, and whether the model has changed since they did.
 
-The fast decoders read weights and compute the paper's equations with them. Adapters, hooks, quantised layers and much
-else make a model compute something different with the same weights, or with none that can be read.
+The fast decoders read weights and compute the paper's equations with them. Adapters, hooks and quantised layers, among
+others, make a model compute something else with the same weights, or keep weights in a form that cannot be read.
 """
 
 import sys
@@ -19,31 +19,32 @@ from vanilla_transformer.errors import UserError
 from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
 
 
-# Those compute Eq. 1; other names stand for functions that users register.
+# These compute Eq. 1; other names may be functions that users register.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-# They act in training mode alone, or when parameters are initialised.
+# These act only in training mode, or only when parameters are initialised.
 _WITHOUT_EFFECT = frozenset(
     {"training", "p", "attention_dropout", "gradient_checkpointing", "initial_fan_out", "name_or_path", "loss_type"}
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTENTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
-# What `output_attentions` and `output_hidden_states` leave behind; they only record.
+# The hooks that `output_attentions` and `output_hidden_states` leave behind only record outputs.
 _RECORDING_HOOKS = "transformers.utils.output_capturing"
-# Numbers of each tensor that are compared to notice a change.
+# Elements of each tensor that are compared to notice a change.
 _SAMPLES = 64
 
 
 def why_not_plain(model: VanillaTransformerForConditionalGeneration) -> str | None:
     """Why a model may compute something different from the paper's equations with its weights.
 
-    It does not if its modules, their settings and the shapes of their parameters are those that its configuration
-    makes, parameters are ordinary floating-point tensors in the memory of one device, and nothing is hooked on.
+    A model is safe if its modules, their settings and the shapes of their parameters are those that its configuration
+    creates; if its parameters are ordinary floating-point tensors of one dtype in the memory of one device; and if it
+    has no hooks.
 
     Args:
         model: The model.
 
     Returns:
-        A clause that names what is different; `None` if nothing is.
+        A clause that names the first difference; `None` if there is none.
     """
     if nn.modules.module._has_any_global_hook():
         return "there are hooks on all modules of this process"
@@ -67,7 +68,7 @@ def why_not_plain(model: VanillaTransformerForConditionalGeneration) -> str | No
 
 
 def _difference(module: nn.Module, reference: nn.Module) -> str | None:
-    """In what a module differs from one of the same class."""
+    """How a module differs from a reference module of the same class, as a clause; `None` if it does not."""
     for hook in chain.from_iterable(getattr(module, kind).values() for kind in _HOOKS):
         if getattr(hook, "__module__", None) != _RECORDING_HOOKS:
             return "has a hook"
@@ -93,13 +94,13 @@ def _difference(module: nn.Module, reference: nn.Module) -> str | None:
 
 
 def _why_not_readable(model: nn.Module) -> str | None:
-    """Why a model's parameters and buffers are not numbers that can be read."""
+    """Why a model's parameters or buffers cannot be read, as a clause; `None` if they can."""
     first = next(model.parameters())
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if type(tensor) not in (nn.Parameter, torch.Tensor):
             return f"{name} is a {_name(type(tensor))}"
         if tensor.layout != torch.strided or not tensor.is_floating_point():
-            return f"{name} is not a dense tensor of floating-point numbers"
+            return f"{name} is not a dense floating-point tensor"
         if tensor.is_meta or tensor.data_ptr() == 0:
             return f"{name} is not in memory"
         if (tensor.device, tensor.dtype) != (first.device, first.dtype):
@@ -109,7 +110,7 @@ def _why_not_readable(model: nn.Module) -> str | None:
 
 @cache
 def _methods(kind: type) -> frozenset[str]:
-    """Names of the functions that a module's class, or one of torch or this package that it extends, defines."""
+    """Names of the methods that torch's and this package's classes define for a class of modules."""
     return frozenset(
         name
         for base in kind.__mro__
@@ -124,11 +125,11 @@ def _name(kind: type) -> str:
 
 
 class Snapshot:
-    """What a decoder was made from, to notice whether that has changed since.
+    """A record of the model that a decoder was made from, to notice later changes.
 
-    Notices a changed structure, replaced parameters, and edits that torch counts. Of edits that it does not count
-    (through `.data`, NumPy or another process) those are noticed that change one of 64 numbers spread over a tensor,
-    as a step of an optimiser or a merged adapter does, but not an edit of a few rows of a matrix.
+    It notices a changed structure, replaced parameters, and edits that torch counts. torch does not count edits
+    through `.data`, NumPy or another process. Such an edit is noticed if it changes one of 64 elements spread over a
+    tensor, as an optimiser step or a merged adapter does; an edit of a few rows of a matrix is not noticed.
 
     Args:
         model: A model for which `why_not_plain` has no reason.
@@ -144,7 +145,7 @@ class Snapshot:
         self._numbers = self._read_numbers()
 
     def holds(self) -> bool:
-        """Whether no change can be noticed."""
+        """Whether no change is noticed."""
         objects = _objects(self._model, self._modules)
         return (
             len(objects) == len(self._objects)
@@ -155,18 +156,18 @@ class Snapshot:
 
     def _read_states(self) -> list[tuple[Any, ...]]:
         return [
-            # Tensors that were made in inference mode count no edits.
+            # Tensors made in inference mode have no count of edits.
             (tensor.data_ptr(), tensor.dtype, tensor.shape, None if tensor.is_inference() else tensor._version)
             for tensor in self._tensors
         ]
 
     def _read_numbers(self) -> torch.Tensor:
-        # As bytes, for NaN is not equal to NaN.
+        # As bytes, because NaN is not equal to NaN.
         return torch.cat(self._samples).view(torch.uint8)
 
 
 def _objects(model: nn.Module, modules: Sequence[nn.Module]) -> list[Any]:
-    """What makes up a model, by identity: modules, their classes, settings, parameters and hooks.
+    """The objects that make up a model, compared by identity: modules, classes, settings, parameters and hooks.
 
     Args:
         model: The model.
@@ -185,24 +186,24 @@ def _objects(model: nn.Module, modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Some numbers from all over a tensor, in its memory."""
-    # An odd step, so that they are not all of one column.
+    """A view of about 64 elements spread over a tensor."""
+    # An odd step, so that they are not all in one column.
     return tensor.flatten()[:: tensor.numel() // _SAMPLES | 1]
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside the wrappers of `torch.compile` and of PEFT, where it computes the same without them.
+    """Remove the wrappers of `torch.compile` and of PEFT, if the model computes the same without them.
 
     Args:
         model: Anything.
 
     Returns:
-        The model without them; what is no such wrapper as it is.
+        The model inside; the argument itself if it is no such wrapper.
 
     Raises:
-        UserError: What an adapter does takes place in PEFT's wrapper, and not in the model's layers.
+        UserError: An adapter acts in PEFT's wrapper, and not in the model's layers.
     """
-    # Whoever has such a wrapper has imported its library.
+    # If there is such a wrapper, its library has been imported.
     compiled, peft = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("peft")
     while True:
         if compiled is not None and isinstance(model, compiled.OptimizedModule):
@@ -215,7 +216,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _check_adapters(model: Any) -> None:
-    """Refuse adapters that need PEFT's own `forward`: prompts, mixtures, and those that tokens switch on."""
+    """Refuse adapters that need PEFT's own `forward`: prompts, mixtures, and adapters that tokens activate."""
     for name in model.active_adapters:
         config = model.peft_config[name]
         kind = str(getattr(config.peft_type, "value", config.peft_type))

@@ -1,6 +1,6 @@
 """Step-by-step decoding by calls of the model itself, on any device and in any dtype.
 
-Whatever acts in a call acts here: hooks, adapters, quantised or replaced layers, offloaded weights, compiled modules.
+Hooks, adapters, quantised or replaced layers, offloaded weights and compiled modules therefore act as in any call.
 
 Shapes: S sentences, T source positions, R rows (hypotheses), D d_model, W vocabulary entries.
 """
@@ -20,11 +20,11 @@ from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerF
 
 @dataclass(slots=True)
 class PlainState:
-    """What a search on a `PlainDecoder` remembers.
+    """The state of a search on a `PlainDecoder`.
 
     Args:
         encoded: The encoder's output for each row [R, T, D].
-        source_mask: [R, T], 1 for tokens and 0 for padding; `None` if there is no padding.
+        source_mask: [R, T], 1 for tokens and 0 for padding; `None` without padding.
         cache: Keys and values of the tokens so far and of the source; `None` before the first token.
         num_past: Number of tokens so far.
     """
@@ -36,7 +36,7 @@ class PlainState:
 
 
 class PlainDecoder:
-    """An `IncrementalDecoder` that calls a model, which it does not change.
+    """An `IncrementalDecoder` that calls a model and does not change it.
 
     The model computes as in `generate`: dropout acts in training mode.
 
@@ -56,7 +56,7 @@ class PlainDecoder:
             UserError: The model is in training mode with gradient checkpointing.
         """
         with _ordinary_tensors():
-            # A tensor of inference mode stays one unless it is copied.
+            # A copy of an inference tensor made outside inference mode is an ordinary tensor.
             input_ids, attention_mask = input_ids.clone(), attention_mask.clone()
             encoded = self._model.get_encoder()(
                 input_ids=input_ids, attention_mask=attention_mask, return_dict=True
@@ -64,7 +64,7 @@ class PlainDecoder:
             return self.start_encoded(encoded, attention_mask)
 
     def start_encoded(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> PlainState:
-        """Begin with sources that are encoded already.
+        """Start from sources that are already encoded.
 
         Args:
             hidden_states: The encoder's output [S, T, D].
@@ -94,7 +94,7 @@ class PlainDecoder:
                 encoder_outputs=BaseModelOutput(last_hidden_state=state.encoded),
                 attention_mask=state.source_mask,
                 decoder_input_ids=tokens[:, None].clone(),
-                # A cache of no layers does not know its length.
+                # The cache of a model without layers does not know its length.
                 decoder_position_ids=torch.full_like(tokens[:, None], state.num_past),
                 past_key_values=state.cache,
                 use_cache=True,
@@ -119,7 +119,7 @@ class PlainDecoder:
 
 
 def execution_device(model: nn.Module) -> torch.device:
-    """Where a model takes ids: its own device, or the one that Accelerate's hooks compute its first layer on.
+    """The device where a model takes ids: its own, or the one where Accelerate's hooks compute its first layer.
 
     Args:
         model: A model.
@@ -134,6 +134,6 @@ def execution_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def _ordinary_tensors() -> Iterator[None]:
-    """No gradients, and no inference mode: weights that a hook loads or a layer rounds in a call outlast the call."""
+    """Neither gradients nor inference mode: weights that a hook loads or a layer rounds must stay ordinary tensors."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""The decoder that the translator runs on: torch operators over weights that were packed once.
+"""A decoder made of torch operators on weights that are packed once.
 
 Shapes: S sentences, T source positions, P target positions so far, R rows (hypotheses, the same number for each
 sentence), D d_model, H heads, K width of a query or key, U width of a value, L layers, V vocabulary entries.
@@ -24,17 +24,17 @@ from .packed_weights import Packing, Product, can_pack, pack
 
 @dataclass(slots=True)
 class PackedState:
-    """The rows of a search.
+    """The state of a search.
 
     Args:
         beams: R / S.
         length: P.
-        keys: Of the target positions, time first, so that new positions are appended and rows reordered without
-            moving the rest: [at least P, L, R, H * K].
-        values: Likewise, [at least P, L, R, H * U].
-        source_keys: Of the source, for all rows of a sentence together, [L, S, H, K, T].
-        source_values: Likewise, [L, S, H, T, U].
-        source_mask: Added to the scores, 0 or -inf, [S, 1, 1, T]; `None` without padding.
+        keys: Keys of the target positions [at least P, L, R, H * K]. Positions come first, so that a new one is
+            appended, and rows are reordered, without a copy of the others.
+        values: Values of the target positions [at least P, L, R, H * U].
+        source_keys: Keys of the source [L, S, H, K, T], shared by all rows of a sentence.
+        source_values: Values of the source [L, S, H, T, U], shared by all rows of a sentence.
+        source_mask: Added to the attention scores, 0 or -inf, [S, 1, 1, T]; `None` without padding.
     """
 
     beams: int
@@ -47,15 +47,15 @@ class PackedState:
 
 
 class PackedDecoder:
-    """Decodes step by step with fewer and larger operators than the model's, to the same logits.
+    """Decodes step by step with fewer and larger operators than the model, to the same logits.
 
-    Queries, keys and values are one product; so are the keys and values of the source for all layers, computed once a
-    sentence; the rows of a sentence attend to it together.
+    One GEMM computes queries, keys and values. Another computes the keys and values of the source for all layers, once
+    a sentence. The rows of a sentence attend to the source together.
 
     Args:
-        model: The model; its weights are copied where they are packed, and not changed.
+        model: The model; its weights are not changed, and are copied if they are packed.
         dtype: Floating-point type to compute in.
-        packing: How weights are packed; `None` chooses what is fastest for the device and the dtype.
+        packing: How weights are packed; `None` chooses the fastest way for the device and the dtype.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PackedDecoder:
         self._encoder = _Stack(model.model.encoder, packer)
         self._decoder = _Stack(model.model.decoder, packer)
         attentions = [layer.encoder_attn for layer in model.model.decoder.layers]
-        # Without layers nothing looks at the source.
+        # Without layers, nothing attends to the source.
         self._source = attentions and packer(
             *[each.k_proj for each in attentions], *[each.v_proj for each in attentions]
         )
@@ -99,7 +99,7 @@ class PackedDecoder:
         if not attention_mask.all():
             mask = torch.zeros(attention_mask.shape, dtype=self.dtype, device=self.device)
             mask = mask.masked_fill_(attention_mask == 0, -torch.inf)[:, None, None]
-            # Tokens are counted, so that it does not matter on which side the padding is.
+            # Positions count tokens only, so that padding may be on either side.
             positions = (attention_mask.cumsum(1) - 1).clamp_(min=0)
         hidden = self._encode(input_ids, mask, positions)
         joined = self._source(hidden) if self._source else hidden[:, :0]
@@ -187,13 +187,13 @@ class PackedDecoder:
 
 
 def _widths(config: VanillaTransformerConfig, heads: int) -> tuple[int, int, int]:
-    """H, K and U of a stack's attention."""
+    """Number of heads, and widths of a query and of a value, of a stack's attention (H, K, U)."""
     width = config.d_model // heads
     return heads, config.d_k or width, config.d_v or width
 
 
 class _Packing:
-    """Packs a model's projections, several of the same input as one."""
+    """Packs a model's projections; several projections of the same input become one."""
 
     def __init__(self, dtype: torch.dtype, packing: Packing):
         self.dtype = dtype
@@ -208,7 +208,7 @@ class _Packing:
 
 
 class _Residual:
-    """What stands around a sub-layer: the residual connection and the normalisation, in either order."""
+    """The residual connection and the normalisation of a sub-layer, in either order."""
 
     def __init__(self, norm: nn.LayerNorm, layer: VanillaTransformerLayer, dtype: torch.dtype):
         self.pre_norm = layer.pre_norm
@@ -225,7 +225,7 @@ class _Residual:
         return self.norm(hidden) if self.pre_norm else hidden
 
     def after(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """What follows from input and output of the sub-layer."""
+        """The residual connection of a sub-layer's input and output, normalised in the post-norm order."""
         hidden = hidden + output
         return hidden if self.pre_norm else self.norm(hidden)
 
@@ -242,7 +242,7 @@ class _Layer:
             self.source_queries = pack(layer.encoder_attn.q_proj)
             self.source_output = pack(layer.encoder_attn.out_proj)
             self.source_residual = _Residual(layer.encoder_attn_layer_norm, layer, pack.dtype)
-        # Eq. 2 has ReLU, which can be a part of the product.
+        # The GEMM can apply ReLU (Eq. 2) itself.
         relu = isinstance(layer.activation_fn, nn.ReLU)
         self._activation = nn.Identity() if relu else layer.activation_fn
         self._fc1 = pack(layer.fc1, relu=relu)
@@ -250,13 +250,13 @@ class _Layer:
         self._residual = _Residual(layer.final_layer_norm, layer, pack.dtype)
 
     def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The feed-forward sub-layer, with what stands around it."""
+        """The feed-forward sub-layer with residual connection and normalisation."""
         inner = self._activation(self._fc1(self._residual.before(hidden)))
         return self._residual.after(hidden, self._fc2(inner))
 
 
 class _Stack:
-    """Embeddings, positions, layers and, in the pre-norm order, the last normalisation of encoder or decoder."""
+    """Embeddings, positions and layers of encoder or decoder, and its last normalisation in the pre-norm order."""
 
     def __init__(self, stack: VanillaTransformerStack, pack: _Packing):
         self.layers = [_Layer(layer, pack) for layer in stack.layers]
@@ -275,11 +275,11 @@ class _Stack:
         return hidden.add_(table[first:end] if positions is None else table[positions]).flatten(0, 1)
 
     def _up_to(self, length: int) -> torch.Tensor:
-        """The vectors of at least so many positions, or of all learned ones."""
-        # Another thread may put another table in its place at any time.
+        """The vectors of at least `length` positions, or of all learned ones."""
+        # Another thread may replace the table at any time.
         table = self._table
         if len(table) < length:
-            # Learned positions end somewhere.
+            # The number of learned positions is limited.
             size = min(2 * length, getattr(self._positions, "num_embeddings", 2 * length))
             positions = torch.arange(size, device=self._embeddings.device)
             wide = torch.promote_types(self._dtype, torch.float32)
@@ -287,5 +287,5 @@ class _Stack:
         return table
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The stack's output, from that of its last layer."""
+        """The stack's output, computed from that of its last layer."""
         return hidden if self._norm is None else self._norm(hidden)

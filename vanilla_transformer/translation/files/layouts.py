@@ -1,4 +1,4 @@
-"""How texts and translations stand in lines: plain, between tabs, or as JSON; needs no torch.
+"""Layouts of lines of texts and translations: plain text, tab-separated columns, or JSON; imports no torch.
 
 One line of input makes one line of output, so that files can be compared and continued line by line.
 """
@@ -20,20 +20,20 @@ LayoutName = Literal["text", "tsv", "jsonl"]
 
 
 def layout_of(path: Path | None) -> LayoutName:
-    """The layout that a file's name tells: that of `.tsv` and `.jsonl`, or plain text."""
+    """The layout by a file's suffix: `.tsv` or `.jsonl`; otherwise plain text."""
     return {".tsv": "tsv", ".jsonl": "jsonl"}.get("" if path is None else path.suffix.lower(), "text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What lines of input and output look like.
+    """The layout of lines of input and of output.
 
     Args:
         source: Layout of the input.
         target: Layout of the output.
-        column: Number of the input's column that holds the text, from 1, of tab-separated lines.
-        key: Name of the text in JSON objects.
-        alternatives: Whether all translations are written with their scores, and not only the best without.
+        column: In tab-separated input, the column that holds the text, from 1.
+        key: In JSON objects, the key of the text.
+        alternatives: Whether to write all translations with their scores; otherwise the best without its score.
     """
 
     source: LayoutName = "text"
@@ -43,17 +43,17 @@ class Layout:
     alternatives: bool = False
 
     def text_of(self, line: str, place: str) -> str:
-        """The text that a line of input holds.
+        """The text of a line of input.
 
         Args:
-            line: The line without its end.
-            place: Where it stands, for error messages.
+            line: The line without its line end.
+            place: Where it is, for error messages.
 
         Returns:
-            The text; line ends, which JSON may hold, are spaces.
+            The text. Line ends, which a text in JSON may have, become spaces.
 
         Raises:
-            UserError: The line has not the layout.
+            UserError: The line does not have the layout.
         """
         if self.source == "text":
             return line
@@ -61,12 +61,12 @@ class Layout:
             columns = line.split("\t")
             if len(columns) < self.column and line:
                 raise UserError(
-                    f"{place}, has {len(columns)} columns, and --column is {self.column}; correct one of the two."
+                    f"{place}, has {len(columns)} columns, and `column` is {self.column}; correct one of the two."
                 )
             return columns[self.column - 1] if line else ""
         text = self._object(line, place).get(self.key)
         if not isinstance(text, str):
-            raise UserError(f"{place}, has no text under {self.key!r}; name its key with --key.")
+            raise UserError(f"{place}, has no text under {self.key!r}; name its key with `key`.")
         check_characters(text, place)
         return " ".join(text.splitlines())
 
@@ -74,11 +74,11 @@ class Layout:
         """The line of output for a line of input.
 
         Args:
-            line: The line of input without its end.
-            translations: Translations of its text, at least one, the best first.
+            line: The line of input without its line end.
+            translations: The translations of its text, at least one, the best first.
 
         Returns:
-            The line without its end; empty for an empty line, unless it is JSON.
+            The line without its line end. For an empty line it is empty, unless the output is JSON.
         """
         if self.target == "jsonl":
             return self._json_line(line, translations)
@@ -86,7 +86,7 @@ class Layout:
             return ""
         columns = [line] if self.source == self.target == "tsv" else []
         for translation in translations if self.alternatives else translations[:1]:
-            # A tab would begin a column.
+            # A tab would start a new column.
             is_column = self.target == "tsv" or self.alternatives
             columns.append(translation.text.replace("\t", " ") if is_column else translation.text)
             if self.alternatives:
@@ -102,7 +102,7 @@ class Layout:
             ]
         else:
             record["translation"] = translations[0].text
-        # Halves of surrogate pairs, which JSON may hold and UTF-8 may not, stay escaped.
+        # Lone surrogates, which JSON may hold and UTF-8 may not, stay escaped.
         return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
 
     def _object(self, line: str, place: str) -> dict:
@@ -110,7 +110,7 @@ class Layout:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{place}, is not JSON ({error.msg}); correct it.") from error
-        # A number of too many digits, or too many brackets inside each other.
+        # A number of too many digits, or brackets nested too deeply.
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}, cannot be read as JSON ({error}); correct it.") from error
         if not isinstance(record, dict):

@@ -1,7 +1,7 @@
-"""Translates files of any length, and goes on where a process was stopped.
+"""Translates files of any length, and resumes interrupted translations.
 
-While a file is translated, `OUTPUT.partial` holds the lines that are done and `OUTPUT.partial.json` what they were
-made with. The output itself appears when it is complete.
+While a file is translated, `OUTPUT.partial` holds the finished lines, and `OUTPUT.partial.json` records the input, the
+model and the options. The output itself appears when it is complete.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from .layouts import Layout
 if TYPE_CHECKING:
     from vanilla_transformer.translation.translator import Translator
 
-# Files of a model's folder that decide its translations, beside those of its tokenizer's vocabulary. Outputs may lie
-# there, too.
+# Files of a model's folder that its translations depend on, apart from those of its tokenizer's vocabulary. Outputs
+# may lie in the same folder.
 _MODEL_FILES = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "config.json", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -37,7 +37,7 @@ _MODEL_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file to translate, read once to its end.
+    """A file to translate, which has been read and checked to its end.
 
     Args:
         path: The file.
@@ -51,17 +51,17 @@ class InputFile:
 
     @classmethod
     def check(cls, path: Path, layout: Layout) -> "InputFile":
-        """Read a file, before there is work to lose.
+        """Read and check a file before any work starts.
 
         Args:
             path: The file.
-            layout: What its lines look like.
+            layout: Layout of its lines.
 
         Returns:
             The file.
 
         Raises:
-            UserError: It is missing, empty, not UTF-8 or a pipe, or a line has not the layout.
+            UserError: It is missing, empty, not UTF-8 or a pipe, or a line does not have the layout.
         """
         digest, num_lines = hashlib.sha256(), 0
         try:
@@ -85,7 +85,7 @@ class InputFile:
         """The lines without their ends.
 
         Raises:
-            UserError: At the end, if the file has changed since it was checked.
+            UserError: The file has changed since it was checked; raised after the last line.
         """
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
@@ -95,7 +95,7 @@ class InputFile:
 
 
 def _digested(file: BinaryIO, digest: Any) -> Iterator[bytes]:
-    """The lines of a file, of which a digest is made meanwhile."""
+    """Yield the lines of a file, and update a digest with them."""
     for line in file:
         digest.update(line)
         yield line
@@ -117,17 +117,17 @@ def translate_file(
         translator: Model, tokenizer and search.
         source: The file of texts.
         target: The file of translations, which appears, or is replaced, when they are complete.
-        layout: What lines look like.
+        layout: Layout of the lines of input and output.
         model: Folder or name of the translator's model.
-        resume: Whether to go on with what an interrupted call with the same input, model and options left, if it left
-            anything.
+        resume: Whether to continue the unfinished output of an interrupted call with the same input, model and
+            options, if there is one.
         show_progress: Whether to draw a progress bar.
 
     Raises:
-        UserError: Something else was left than what is resumed, or something was left and is not resumed, or another
-            process writes this output, or the input has changed since it was checked.
+        UserError: There is an unfinished output, and it is not to be continued, or was made with another input, model
+            or other options; another process writes this output; or the input has changed since it was checked.
     """
-    # A link stays, and the file that it names is replaced.
+    # A symbolic link stays, and its target is replaced.
     target = target.resolve()
     partial, record = partial_files(target)
     made_with = {
@@ -142,7 +142,7 @@ def translate_file(
     }
     made_with = json.loads(json.dumps(made_with))
     with partial.open("a+b") as output:
-        # Until then, both files may be another process's.
+        # Before the lock is held, another process may be writing both files.
         _lock(output, partial)
         check_partial(target, resume=resume)
         if _holds_lines(partial):
@@ -178,21 +178,21 @@ def translate_file(
 
 
 def partial_files(target: Path) -> tuple[Path, Path]:
-    """Where the lines of an unfinished output are, and what they were made with."""
+    """Paths of an unfinished output and of its record."""
     target = target.resolve()
     return target.with_name(f"{target.name}.partial"), target.with_name(f"{target.name}.partial.json")
 
 
 def check_partial(target: Path, *, resume: bool) -> None:
-    """Refuse to lose what an interrupted call left, or what somebody else has put in its place.
+    """Refuse to overwrite an unfinished output, or other files of the same names.
 
     Args:
         target: The file of translations.
-        resume: Whether to go on with it.
+        resume: Whether to continue an unfinished output.
 
     Raises:
-        UserError: There is an unfinished output, and it is not resumed or cannot be; or other files have the names of
-            one.
+        UserError: There is an unfinished output, and it is not to be continued or cannot be; or other files have its
+            names.
     """
     partial, record = partial_files(target)
     for path in (partial, record):
@@ -201,7 +201,7 @@ def check_partial(target: Path, *, resume: bool) -> None:
     if _holds_lines(partial):
         if not resume:
             raise UserError(
-                f"{partial} holds what an interrupted translation left; continue it with --resume, or delete it."
+                f"{partial} holds what an interrupted translation left; continue it with `resume`, or delete it."
             )
         if _read_record(record) is None:
             raise UserError(f"{partial} cannot be continued, because {record} is missing or damaged; delete both.")
@@ -214,7 +214,7 @@ def _holds_lines(partial: Path) -> bool:
 
 
 def _read_record(record: Path) -> dict[str, Any] | None:
-    """What an unfinished output was made with; `None` if that cannot be read."""
+    """The record of an unfinished output; `None` if it cannot be read."""
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -233,7 +233,7 @@ def _compare(partial: Path, record: Path, made_with: dict) -> None:
 
 
 def _complete_lines(output: BinaryIO) -> int:
-    """The number of complete lines of a file, which is cut off behind them."""
+    """The number of complete lines of a file; what follows them is cut off."""
     output.seek(0)
     number = end = 0
     for line in output:
@@ -246,7 +246,7 @@ def _complete_lines(output: BinaryIO) -> int:
 
 
 def _lock(output: BinaryIO, path: Path) -> None:
-    """Keep other processes from an open file until it is closed, where the file system has locks."""
+    """Lock an open file against other processes until it is closed, if the file system has locks."""
     try:
         is_ours = lock(output.fileno(), path)
     except OSError:
@@ -257,7 +257,7 @@ def _lock(output: BinaryIO, path: Path) -> None:
 
 
 def is_model_file(path: Path, model: str | Path) -> bool:
-    """Whether a path is one of the files that a model consists of.
+    """Whether a path is one of a model's own files.
 
     Args:
         path: The path.

@@ -1,4 +1,4 @@
-"""Beam search: hypotheses of a sentence compete for the places that go on.
+"""Beam search: the hypotheses of a sentence compete for the places of its beam.
 
 Shapes: S sentences, B hypotheses of a sentence, C candidates of a sentence, R = S * B rows, V vocabulary entries.
 """
@@ -16,7 +16,7 @@ from .hypotheses import Choice, Hypothesis, Tree
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """The last token of a finished hypothesis, and the number of the hypothesis that it ends."""
+    """The last token of a finished hypothesis, and the row of the hypothesis that it ends."""
 
     score: float
     log_prob: float
@@ -28,9 +28,9 @@ class _Ending:
 class Beams:
     """Beam search as in the authors' code (tensor2tensor, `beam_search.py` of June 2017).
 
-    That code goes on until even the worst of the finished hypotheses beats all that the alive ones can become; this
-    stops once the `num_hypotheses`-th best does, which gives the same best hypothesis. Where it would return the alive
-    hypotheses because none is finished, they also fill up a list that is too short.
+    That code stops once no alive hypothesis can still beat the worst finished one. This class stops once none can beat
+    the finished one of rank `num_hypotheses`, which gives the same best hypothesis. If none is finished, that code
+    returns the alive hypotheses; here they also fill up a list with too few finished ones.
     """
 
     def __init__(self, vocabulary: Vocabulary, caps: np.ndarray, forced: np.ndarray, options: SearchOptions):
@@ -48,14 +48,14 @@ class Beams:
         self._position = 0
 
     def advance(self, step: Step) -> Choice | None:
-        """Choose how every sentence's hypotheses go on; `None` at the end."""
+        """Choose the next tokens of every sentence's hypotheses; `None` when all sentences are done."""
         beams, options = self._options.num_beams, self._options
         scores, tokens, parents = self._candidates(step)
         self._position += 1
         ends = self._vocabulary.ends[tokens]
         capped = self._caps[self._sentences] <= self._position
         self._finish(scores, tokens, parents, ends, capped)
-        # Of the candidates that do not end, the best.
+        # The best of the candidates that do not end.
         if ends.any():
             order = ends.argsort(axis=1, kind="stable")[:, :beams]
             scores, tokens, parents = (np.take_along_axis(x, order, 1) for x in (scores, tokens, parents))
@@ -63,7 +63,7 @@ class Beams:
         else:
             scores, tokens, parents = scores[:, :beams], tokens[:, :beams], parents[:, :beams]
         self._tree.grow(self._sentences, self._position - 1, tokens, parents)
-        # The best that an alive hypothesis can reach: all its further tokens have probability 1.
+        # An upper bound of the score of what an alive hypothesis becomes: all further tokens have probability 1.
         length = self._caps[self._sentences] if options.length_penalty > 0.0 else self._position + 1
         reachable = scores[:, 0] / options.penalty(length)
         done = capped | (self._worst_finished[self._sentences] > reachable) | (scores[:, 0] == -np.inf)
@@ -80,7 +80,7 @@ class Beams:
         return Choice(tokens[kept].ravel(), kept, rows[kept].ravel())
 
     def _candidates(self, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-probability, last token and row before it of each sentence's best continuations [S, C]."""
+        """Log-probability, last token and preceding row of each sentence's best continuations, each [S, C]."""
         num_sentences, width = self._alive.shape
         count = min(2 * self._options.num_beams, self._vocabulary.size)
         forced = self._position < self._forced.shape[1]
@@ -96,7 +96,7 @@ class Beams:
             log_probs[rows, 0] = log_probs_of(logits, rows, wanted[rows])
             log_probs[rows, 1:] = -np.inf
         scores = self._alive[:, :, None] + log_probs.reshape(num_sentences, width, count)
-        # What follows a hypothesis that is none may be NaN.
+        # A hypothesis of log-probability -inf fills an empty place; what follows it may be NaN.
         scores[self._alive == -np.inf] = -np.inf
         scores = scores.reshape(num_sentences, -1)
         order = (-scores).argsort(axis=1, kind="stable")[:, : 2 * self._options.num_beams]
@@ -106,9 +106,9 @@ class Beams:
     def _finish(
         self, scores: np.ndarray, tokens: np.ndarray, parents: np.ndarray, ends: np.ndarray, capped: np.ndarray
     ) -> None:
-        """Enter candidates that end among their sentences' finished hypotheses."""
+        """Add the candidates that end to the finished hypotheses of their sentences."""
         if self._options.rules == "transformers":
-            # There, what is cut off counts as finished.
+            # transformers counts a hypothesis that is cut off as finished.
             ends = ends | capped[:, None]
             ends[:, self._options.num_beams :] = False
         if not ends.any():
@@ -127,7 +127,7 @@ class Beams:
                 self._worst_finished[number] = finished[-1].score
 
     def _collect_unfinished(self, done: np.ndarray) -> None:
-        """Take what is alive of sentences that leave with too few finished hypotheses."""
+        """Keep the alive hypotheses of sentences that are done with too few finished ones."""
         penalty = self._options.penalty(self._position)
         for sentence in done.nonzero()[0]:
             number = self._sentences[sentence]

@@ -1,4 +1,4 @@
-"""What a search asks of logits: what is permitted, which tokens are best, and how probable they are.
+"""What a search computes from logits: forbidden tokens, the best tokens and their log-probabilities.
 
 Shapes: R rows, V vocabulary entries.
 """
@@ -10,7 +10,7 @@ import torch
 
 
 class Vocabulary:
-    """What is known of tokens: which end a translation, and which are forbidden."""
+    """The tokens that end a translation, and those that are forbidden."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Vocabulary:
         return self._banned_or_end if position < self.min_length else self._banned
 
     def permit(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits [R, V] where tokens that are forbidden at a position have no probability."""
+        """Set the logits [R, V] of tokens that are forbidden at a position to -inf, in place; returns the logits."""
         forbidden = self.forbidden(position)
         if not len(forbidden):
             return logits
@@ -46,17 +46,17 @@ def best_tokens(logits: torch.Tensor, count: int, *, with_log_probs: bool = True
 
     Args:
         logits: [R, V].
-        count: How many, at most V.
-        with_log_probs: Whether their log-probabilities are computed.
+        count: Number of tokens of each row, at most V.
+        with_log_probs: Whether to compute their log-probabilities.
 
     Returns:
-        Ids [R, count], the most probable first and of equally probable ones the lowest, and log-probabilities or
-        logits [R, count] in float32 or wider. The first of a row is NaN if any of its logits is.
+        Ids [R, count], the most probable first and the lower id first among equals, and their log-probabilities (or
+        logits) [R, count] in float32 or wider. The first value of a row is NaN if any logit of the row is NaN.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    # The order of logits is that of probabilities, so that only the sum is needed of the softmax.
+    # Logits have the order of probabilities, so that of the softmax only the denominator is needed.
     if count == 1:
-        # Of equal ones this finds the first.
+        # Among equal logits, `max` finds the first.
         values, ids = logits.max(dim=-1, keepdim=True)
         values, ids = values.to(wide), ids.cpu().numpy()
     else:
@@ -68,11 +68,11 @@ def best_tokens(logits: torch.Tensor, count: int, *, with_log_probs: bool = True
 
 
 def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, np.ndarray]:
-    """The largest logits of each row [R, count] and their ids, the lowest first where they are equal.
+    """The largest logits of each row [R, count] and their ids [R, count], the lower id first among equal logits.
 
-    `topk` puts equal ones in any order, and takes any of those that are equal to the last.
+    `topk` returns equal logits in any order, and any of those that are equal to the smallest one that it returns.
     """
-    # One more shows whether others are equal to the last.
+    # One more than asked for shows whether further logits are equal to the last.
     values, ids = logits.topk(min(count + 1, logits.shape[-1]), dim=-1)
     known, numbers = values.to(torch.float64).cpu().numpy(), ids.cpu().numpy()
     equal = known[:, 1:] == known[:, :-1]
@@ -89,7 +89,7 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, np.ndarray
 
 
 def _lowest_equal(logits: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor, count: int) -> np.ndarray:
-    """The lowest ids [N, count] in rows [N] whose logits are equal to the one that is wanted of each row [R, 1]."""
+    """The lowest ids [N, count] in rows [N] whose logits are equal to the wanted value of the row, from [R, 1]."""
     ranks = torch.arange(logits.shape[-1], 0, -1, device=logits.device, dtype=torch.int32)
     return torch.where(logits[rows] == wanted[rows], ranks, 0).topk(count, dim=-1).indices.cpu().numpy()
 

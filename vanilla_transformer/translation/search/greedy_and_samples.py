@@ -1,4 +1,4 @@
-"""Hypotheses that do not compete: the one of greedy search, or samples.
+"""Greedy search and sampling, whose hypotheses do not compete.
 
 Shapes: S sentences, B hypotheses of a sentence, R = S * B rows, V vocabulary entries.
 """
@@ -16,7 +16,7 @@ from .hypotheses import Choice, Hypothesis
 
 
 class Paths:
-    """Hypotheses that do not compete: the one of greedy search, or samples."""
+    """The hypothesis of greedy search, or samples, of each sentence."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Paths:
         self._failed = np.zeros(len(caps), dtype=bool)
         self._position = 0
         if options.sample:
-            # A number for each position, so that a draw depends on the sentence's place alone.
+            # One random number a position, so that a draw depends only on the sentence's place and the seed.
             self._chances = np.stack(
                 [
                     np.random.Generator(np.random.Philox(key=[options.seed, place])).random(
@@ -53,7 +53,7 @@ class Paths:
             )
 
     def advance(self, step: Step) -> Choice | None:
-        """Choose every hypothesis's next token; `None` at the end."""
+        """Choose the next token of every hypothesis; `None` when all sentences are done."""
         num_sentences, width = len(self._sentences), self._options.num_hypotheses
         forced = self._position < self._forced.shape[1]
         rows = None
@@ -117,18 +117,18 @@ def draw(logits: torch.Tensor, chances: torch.Tensor, options: SearchOptions) ->
 
     Args:
         logits: [R, V].
-        chances: Numbers in [0, 1) that decide what is drawn [R].
+        chances: Random numbers in [0, 1) that decide which token is drawn [R].
         options: `temperature`, `top_k` and `top_p`.
 
     Returns:
-        Ids [R], and their log-probabilities [R] by the logits as they are.
+        Ids [R], and their log-probabilities [R] by the given logits, without temperature, `top_k` and `top_p`.
     """
     log_probs = logits.to(torch.float64).log_softmax(dim=-1)
     ordered, ids = log_probs.sort(dim=-1, descending=True, stable=True)
     if options.top_k:
         ordered, ids = ordered[:, : options.top_k], ids[:, : options.top_k]
     sums = (ordered / options.temperature).softmax(dim=-1).cumsum(dim=-1)
-    # The tokens up to the one that reaches `top_p`; sums end a rounding away from 1.
+    # Kept are the tokens up to the one that reaches `top_p`. Rounded sums may end just below 1, hence the clamps.
     kept = (sums < options.top_p).sum(dim=-1, keepdim=True).clamp(max=sums.shape[-1] - 1)
     chosen = torch.searchsorted(sums, chances[:, None] * sums.gather(1, kept), right=True).clamp(max=kept)
     return ids.gather(1, chosen)[:, 0], ordered.gather(1, chosen)[:, 0]

@@ -1,4 +1,4 @@
-"""What a search works out: translations, and on the way the tokens of all hypotheses.
+"""The results of a search, and the tokens of all hypotheses while it runs.
 
 Shapes: S sentences, B hypotheses of a sentence, R rows, which are all hypotheses.
 """
@@ -14,9 +14,9 @@ class Hypothesis:
 
     Args:
         tokens: Ids with the final `</s>`, without the token that decoding starts from.
-        log_prob: Sum of the tokens' log-probabilities, a forced prefix included; NaN where no scores were asked for.
-        score: `log_prob` divided by the length penalty; what hypotheses are ranked by.
-        finished: Whether `</s>` was reached, and not only the largest length.
+        log_prob: Sum of the tokens' log-probabilities, including a forced prefix; NaN if no scores were asked for.
+        score: `log_prob` divided by the length penalty; hypotheses are ranked by it.
+        finished: Whether the translation ends with `</s>`, and was not cut off at the largest length.
     """
 
     tokens: tuple[int, ...]
@@ -32,7 +32,7 @@ class Choice:
     Args:
         tokens: The next tokens [R'].
         sentences: As for `IncrementalDecoder.select`.
-        rows: Likewise; `None` if nothing changes.
+        rows: As for `IncrementalDecoder.select`; `None` if nothing changes.
     """
 
     tokens: np.ndarray
@@ -41,20 +41,20 @@ class Choice:
 
 
 class Tree:
-    """The tokens of all hypotheses of all sentences, each with its predecessor."""
+    """The tokens of all hypotheses of all sentences, each with the row of its predecessor."""
 
     def __init__(self, num_sentences: int, length: int, width: int):
         self._tokens = np.zeros((num_sentences, length, width), dtype=np.int32)
         self._parents = np.zeros_like(self._tokens)
 
     def grow(self, sentences: np.ndarray, position: int, tokens: np.ndarray, parents: np.ndarray) -> None:
-        """Append tokens [S, B] to the hypotheses numbered by parents [S, B]."""
+        """Append tokens [S, B] to the hypotheses in the rows `parents` [S, B]."""
         width = tokens.shape[1]
         self._tokens[sentences, position, :width] = tokens
         self._parents[sentences, position, :width] = parents
 
     def path(self, sentence: int, length: int, row: int) -> list[int]:
-        """The first tokens of the hypothesis that has a row after so many positions."""
+        """The first `length` tokens of the hypothesis that is in a row after `length` positions."""
         tokens = []
         for position in range(length - 1, -1, -1):
             tokens.append(int(self._tokens[sentence, position, row]))

@@ -1,6 +1,6 @@
 """The paper's beam search (§6.1), greedy search and sampling, over any decoder that works step by step.
 
-The decoder's device scores tokens; which hypotheses go on is decided in NumPy, whose small operations cost least.
+The decoder scores tokens on its device. The choice of hypotheses is in NumPy, whose small operations cost least.
 
 Shapes: S sentences, T source positions, R rows (hypotheses, the same number for each sentence), V vocabulary entries.
 """
@@ -24,11 +24,11 @@ from .hypotheses import Hypothesis
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Ids that a search must know.
+    """Ids of the tokens that begin and end translations.
 
     Args:
-        start: What decoding starts from.
-        ends: What ends a translation, at least one.
+        start: The token that decoding starts from.
+        ends: The tokens that end a translation, at least one.
     """
 
     start: int
@@ -49,23 +49,23 @@ def search(
 ) -> list[list[Hypothesis]]:
     """Translate a batch of sentences.
 
-    A sentence's result does not depend on the others, but for the decoder's rounding. A sentence leaves the batch once
-    its result is certain.
+    A sentence's result does not depend on the other sentences, except through the decoder's rounding. A sentence
+    leaves the batch once its result is certain.
 
     Args:
         decoder: Scores tokens.
         input_ids: Source ids [S, T], padded on either side, on the decoder's device.
         attention_mask: [S, T], 1 for tokens and 0 for padding.
         special_tokens: Start and ends of translations.
-        options: The kind of search.
-        prefixes: For each sentence the ids that its translations begin with, which may be none.
-        places: For each sentence a number that decides, with the seed, what is drawn for it; `None` counts from 0.
-        with_scores: Whether greedy search computes scores, which takes it a softmax; other searches need them.
+        options: Options of the search.
+        prefixes: For each sentence the ids that its translations begin with, possibly none.
+        places: For each sentence a number that, with the seed, decides its samples; `None` numbers sentences from 0.
+        with_scores: Whether greedy search computes scores, which costs a softmax; other searches always do.
 
     Returns:
-        For each sentence at most `options.num_hypotheses` translations, ordered by score; but beam search by the
-        paper's rules puts all that were cut off behind the finished ones, as the authors' code prefers these. There
-        are none if a logit was not finite or no token was permitted.
+        For each sentence at most `options.num_hypotheses` translations, ordered by score. Beam search by the paper's
+        rules puts those that were cut off behind the finished ones, which the authors' code prefers. A sentence has no
+        translation if a logit was not finite or no token was permitted.
 
     Raises:
         UserError: A prefix is longer than translations may be, or holds a banned token.
@@ -99,9 +99,9 @@ def search_from(
         decoder: Scores tokens.
         state: What `decoder.start` returned.
         caps: The largest number of tokens of each sentence's translation [S], at least 1.
-        device: Where the decoder takes tokens and gives logits.
+        device: Device of the decoder's tokens and logits.
         special_tokens: As for `search`.
-        options: As for `search`; its lengths do not count here.
+        options: As for `search`; `caps` replaces `extra_length` and `max_length`.
         prefixes: As for `search`.
         places: As for `search`.
         with_scores: As for `search`.
@@ -136,7 +136,7 @@ def search_from(
 
 
 def _forced_tokens(prefixes: Sequence[Sequence[int]] | None, caps: np.ndarray, options: SearchOptions) -> np.ndarray:
-    """Forced ids of every sentence [S, longest prefix], -1 behind the end of a prefix."""
+    """Forced ids of every sentence [S, length of the longest prefix], -1 after the end of a prefix."""
     prefixes = [[] for _ in caps] if prefixes is None else prefixes
     forced = np.full((len(caps), max((len(prefix) for prefix in prefixes), default=0)), -1)
     for row, prefix, cap in zip(forced, prefixes, caps, strict=True):
