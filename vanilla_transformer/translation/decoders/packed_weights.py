@@ -61,11 +61,12 @@ def can_pack(packing: Packing) -> bool:
 
 def _pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-    activation = "relu" if relu else "none"
     linear = torch.ops.mkldnn._linear_pointwise
 
     def multiply(rows: torch.Tensor) -> torch.Tensor:
-        return linear(rows, packed, bias, activation, [], "")
+        # Its own "relu" makes 0 of NaN.
+        output = linear(rows, packed, bias, "none", [], "")
+        return output.relu_() if relu else output
 
     return multiply
 
