@@ -243,7 +243,7 @@ def test_names_that_the_locale_cannot_hold_are_refused_with_the_remedy(tmp_path,
     )
     assert result.returncode == 1
     (line,) = result.stderr.decode("utf-8").splitlines()
-    assert re.fullmatch(r"vanilla-transformer train: .*/Übung/.* has letters .*; set PYTHONUTF8=1, or .*", line)
+    assert re.fullmatch(r"vanilla-transformer train: .*/Übung/.* has characters .*; set PYTHONUTF8=1, or .*", line)
 
 
 def test_what_is_printed_is_utf8_and_may_name_files_that_are_not(run_folder, tmp_path, monkeypatch):

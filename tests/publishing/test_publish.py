@@ -393,7 +393,7 @@ def change(path, **values):
         (lambda folder: change(folder / "config.json", encoder_layers=2), "do not fit its config.json"),
         (lambda folder: change(folder / "config.json", encoder_ffn_dim=8), "do not fit its config.json"),
         (lambda folder: (folder / "facts.json").write_text('{"licence": "mit"}'), "did you mean license"),
-        (lambda folder: (folder / "facts.json").write_text('{"parameters": "many"}'), "of another kind"),
+        (lambda folder: (folder / "facts.json").write_text('{"parameters": "many"}'), "which has the wrong type"),
         (lambda folder: (folder / "facts.json").write_text('{"scores": [{"bleu": 1.0}]}'), "lacks test_set"),
         (lambda folder: (folder / "facts.json").write_text("[]"), "holds no named values"),
         (lambda folder: (folder / "evaluation.json").write_text("{}"), "holds no scores"),

@@ -90,7 +90,7 @@ def test_every_option_is_either_free_or_refused_by_name(trained, make_options, m
     others = replace(options, **{name: changed(options, name, material, copies)})
     assert getattr(others, name) != getattr(options, name)
     if name in OF_OTHER_TEXT:
-        with pytest.raises(UserError, match=rf"--{name}"):
+        with pytest.raises(UserError, match=rf"`{name}`"):
             others.check()
             make_run(others)
         return

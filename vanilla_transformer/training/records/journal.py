@@ -86,7 +86,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if not _is_record(record):
-            raise UserError(f"{path} holds {line[:80]}, which is no record of an update; take the line out.")
+            raise UserError(f"{path} holds {line.rstrip()[:80]}, which is no record of an update; take the line out.")
         records.append(record)
     return records
 
